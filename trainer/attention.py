@@ -57,7 +57,7 @@ def _attention_function(
     **_: Any,
 ) -> tuple[Tensor, None]:
     if layout is None:
-        raise RuntimeError("a model loaded for metagrpo is called with layout=…")
+        raise ConfigError(f"{type(module).__name__} is not served: its model does not hand layout=… down to it")
     if s_aux is not None:
         raise ConfigError("attention sinks are not served")
     out = layout.attend(
@@ -81,12 +81,13 @@ class TreeLayout:
 
     Args:
         tree: one row of ``T`` tokens.
-        backend: ``sdpa`` (any device), ``flex`` (GPU) or ``varlen`` (GPU, trees that share nothing).
+        backend: ``sdpa`` (any device), ``flex`` (GPU) or ``varlen`` (GPU; a tree that shares prefixes, which it
+            cannot express, takes ``flex``).
     """
 
     def __init__(self, tree: TokenTree, backend: str) -> None:
         self.tree = tree
-        self.backend = backend
+        self.backend = "flex" if backend == "varlen" and tree.is_shared else backend
         self._masks: dict[object, Any] = {}
 
     def attend(

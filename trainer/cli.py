@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
+import traceback
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Annotated
 import typer
 
 from metagrpo.trainer.errors import ConfigError, MetagrpoError
+from metagrpo.trainer.signals import Interrupted, exit_code
 
 app = typer.Typer(
     name="metagrpo",
@@ -97,10 +100,15 @@ def _errors(debug: bool) -> Iterator[None]:
         yield
     except MetagrpoError as error:
         if debug:
-            raise
-        kind = "config" if isinstance(error, ConfigError) else "run"
-        print(f"{kind} error: {error}", file=sys.stderr)
+            traceback.print_exc()
+        else:
+            kind = "config" if isinstance(error, ConfigError) else "run"
+            print(f"{kind} error: {' '.join(str(error).split())}", file=sys.stderr)
         raise typer.Exit(error.exit_code) from None
+    except Interrupted as interruption:  # before the first step, or at a second signal: there is nothing to save
+        raise typer.Exit(exit_code(interruption.number)) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(exit_code(signal.SIGINT)) from None
 
 
 def main() -> None:
@@ -109,6 +117,7 @@ def main() -> None:
     from metagrpo.trainer.allocator import keep_freed_memory
 
     keep_freed_memory()
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a step's line reaches a pipe at once
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
+from contextlib import ExitStack
 from pathlib import Path
 
 from rich.console import Console
@@ -20,31 +20,36 @@ from metagrpo.trainer.perf import StepTimer
 from metagrpo.trainer.report import write_report
 from metagrpo.trainer.rewards import RewardPool
 from metagrpo.trainer.rollout.native import NativeSampler
-from metagrpo.trainer.rundir import RunDirectory, read_jsonl, write_text
+from metagrpo.trainer.rundir import RunDirectory, disk_errors, read_jsonl, write_text
 from metagrpo.trainer.setup import load_policy, load_workload
+from metagrpo.trainer.signals import exit_code
 
 
 def train(recipe: Path, overrides: list[str], *, resume: bool, overwrite: bool, dry_run: bool) -> int:
     """Run a recipe; returns the exit code."""
     config = load_config(recipe, overrides)
     path = config.train.output_dir
-    if not dry_run:
-        RunDirectory.check(path, resume=resume, overwrite=overwrite)
+    RunDirectory.check(path, resume=resume, overwrite=overwrite)
     workload = load_workload(config)
     if dry_run:
         print(dump_config(config), end="")
         path.mkdir(parents=True, exist_ok=True)
         write_text(RunDirectory(path).config, dump_config(config))
-        print(
-            f"# {len(workload.train)} problems, {workload.overlong} overlong left out; {path / 'config.yaml'} written"
-        )
+        print(f"# {len(workload.train)} problems ({workload.left_out}); {path / 'config.yaml'} written")
         return 0
-    with RunDirectory.create(path, resume=resume, overwrite=overwrite) as run:
+    run = RunDirectory(path)
+    with ExitStack() as stack:
+        # A checkpoint is read under the run's lock. A new directory is made, and an old run deleted, only once
+        # nothing is left that could be refused.
+        if resume:
+            run = stack.enter_context(RunDirectory.create(path, resume=True))
+        trainer = stack.enter_context(Trainer(config, workload, run, resume))
+        if not resume:
+            run = stack.enter_context(RunDirectory.create(path, overwrite=overwrite))
         run.record(config)
-        with Trainer(config, workload, run, resume) as trainer:
-            stopped = trainer.train()
+        stopped = trainer.train()
         _closing_lines(run)
-    return 0 if stopped in (None, signal.SIGTERM) else 128 + stopped
+    return 0 if stopped is None else exit_code(stopped)
 
 
 def evaluate(source: Path, overrides: list[str], *, step: int | None, output: Path | None) -> None:
@@ -76,6 +81,8 @@ def evaluate(source: Path, overrides: list[str], *, step: int | None, output: Pa
         evaluation = run_evaluation(workload.held_out, context, config.eval)
     summary = {"model": str(checkpoint or config.model.path), **evaluation.summary()}
     if output:
+        with disk_errors(output):
+            output.parent.mkdir(parents=True, exist_ok=True)
         write_text(
             output, json.dumps({**summary, "completions": evaluation.completions}, indent=2, default=str) + "\n"
         )
@@ -97,8 +104,9 @@ def export(run_path: Path, output: Path, *, step: int | None, merge: bool) -> No
     temporary = output.with_name(f".tmp-{output.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
-        export_model(config, checkpoint, temporary, merge=merge)
-        temporary.rename(output)
+        with disk_errors(output):
+            export_model(config, checkpoint, temporary, merge=merge)
+            temporary.rename(output)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     print(f"{output}: {'adapter' if config.lora.enabled and not merge else 'model'} of {checkpoint.name}")

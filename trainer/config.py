@@ -13,9 +13,11 @@ from metagrpo.trainer.errors import ConfigError
 
 
 class Section(BaseModel):
-    """Base of every section: strict keys, field docstrings as descriptions."""
+    """Base of every section: strict keys, finite numbers, field docstrings as descriptions."""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True, validate_default=True
+    )
 
 
 class ModelConfig(Section):
@@ -323,6 +325,8 @@ def load_config(path: Path, overrides: list[str]) -> Config:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read the recipe {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(raw, dict):

@@ -64,9 +64,9 @@ def evaluate(problems: Sequence[Problem], context: Context, settings: EvalConfig
         for generation in range(settings.num_generations)
     ]
     repeated = [problem for problem in problems for _ in range(settings.num_generations)]
-    completions = context.sample(requests)
+    completions = context.sample(requests, phase="eval")
     texts = context.texts(completions)
-    result = context.score(repeated, texts, completions)
+    result = context.score(repeated, texts, completions, phase="eval")
     first = next(iter(result.values.values()))
     right = sum(value is not None and value >= 1 for value in first)
     scored = [reward for reward in result.reward if reward == reward]

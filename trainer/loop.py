@@ -38,12 +38,17 @@ METHODS: dict[str, Callable[[], Method]] = {"grpo": GRPO}
 class Trainer:
     """A run in its directory; a context manager, for the processes and files that it holds.
 
+    Nothing is written before :meth:`train`, so that a run which is refused leaves nothing behind.
+
     Args:
         config: the resolved configuration.
         workload: tokenizer and problems, as :func:`metagrpo.trainer.setup.load_workload` made them.
-        run: the directory, held by this process.
+        run: the directory; this process holds it once it trains, and where it resumes.
         resume: go on from the newest checkpoint, or from the start where there is none.
         echo: gets each line for a person.
+
+    Raises:
+        ConfigError: model, adapters or rewards do not go with each other or cannot be loaded.
     """
 
     def __init__(
@@ -53,43 +58,36 @@ class Trainer:
         self.workload = workload
         self.run = run
         self.echo = echo
-        self._exit = ExitStack()
-        self.signals = self._exit.enter_context(StopSignals())
-        checkpoint = latest_checkpoint(run.checkpoints) if resume else None
-        full = checkpoint if checkpoint and not config.lora.enabled else None
-        self.policy = load_policy(config, weights=full)
-        updates = config.train.steps * config.train.num_iterations * config.train.minibatches
-        self.optimizer = Optimizer(self.policy.trainable(), config.train, updates)
-        self.updater = Updater(self.policy, self.optimizer, config)
-        self.finished = 0
-        self.num_tokens = 0
-        if checkpoint:
-            self._load(checkpoint)
-        self.saved = self.finished
-        self.timer = StepTimer(self.policy.device)
-        self.method = METHODS[config.method.name]()
-        self.context = Context(
-            config=config,
-            tokenizer=workload.tokenizer,
-            sampler=NativeSampler(self.policy, config.rollout.max_batch_size),
-            rewards=self._exit.enter_context(RewardPool(config.reward)),
-            timer=self.timer,
-            stop_ids=workload.stop_ids(self.policy),
-            adapter=self.policy.adapter,
-        )
-        self._exit.callback(self.context.sampler.close)
-        trackers = open_trackers(
-            config.log.backends,
-            project=config.log.project,
-            run=run.path.name,
-            config=config.model_dump(mode="json"),
-            logs=run.logs,
-            first_step=self.finished,
-        )
-        self.log = MetricsLog(run, trackers)
-        self._exit.callback(self.log.close)
-        self.log.rewind(self.finished + 1)
-        rewind_jsonl(run.eval / "eval.jsonl", self.finished + 1)
+        with ExitStack() as stack:
+            self.signals = stack.enter_context(StopSignals())
+            checkpoint = latest_checkpoint(run.checkpoints) if resume else None
+            full = checkpoint if checkpoint and not config.lora.enabled else None
+            self.policy = load_policy(config, weights=full)
+            self.policy.check()
+            updates = config.train.steps * config.train.num_iterations * config.train.minibatches
+            self.optimizer = Optimizer(self.policy.trainable(), config.train, updates)
+            self.updater = Updater(self.policy, self.optimizer, config)
+            self.finished = 0
+            self.num_tokens = 0
+            if checkpoint:
+                self._load(checkpoint)
+            self.saved = self.finished
+            self.timer = StepTimer(self.policy.device)
+            self.method = METHODS[config.method.name]()
+            self.context = Context(
+                config=config,
+                tokenizer=workload.tokenizer,
+                sampler=NativeSampler(self.policy, config.rollout.max_batch_size),
+                rewards=stack.enter_context(RewardPool(config.reward)),
+                timer=self.timer,
+                stop_ids=workload.stop_ids(self.policy),
+                adapter=self.policy.adapter,
+            )
+            stack.callback(self.context.sampler.close)
+            for problems in (workload.train, workload.held_out):
+                if problems:
+                    self.context.rewards.check(list(problems[0].columns))
+            self._exit = stack.pop_all()
 
     def __enter__(self) -> Trainer:
         return self
@@ -106,11 +104,12 @@ class Trainer:
             The number of the signal that stopped the run, after a checkpoint; ``None`` where it came to its end.
         """
         steps = self.config.train.steps
-        self.policy.check()
-        self.echo(self.headline())
         try:
+            self.echo(self.headline())
+            self._open_log()
             if self.finished == 0:
                 self._evaluate(0)
+            self.timer.finish()  # the start and the first evaluation are no part of step 1
             while self.finished < steps:
                 step = self.finished + 1
                 metrics = self.step(step)
@@ -148,6 +147,7 @@ class Trainer:
                 **update.metrics,
                 **evaluation,
                 "num_tokens": float(self.num_tokens),
+                "data/overlong": float(self.workload.overlong),
                 **seconds,
                 **self._perf(seconds, rollout.samples, update.counts),
             }
@@ -169,9 +169,26 @@ class Trainer:
             f"{str(self.policy.dtype).removeprefix('torch.')}, {self.policy.device}), {adapter}, "
             f"{trained / 1e6:.1f}M trained; attention {self.policy.attention}; "
             f"sampler {self.config.rollout.backend}; "
-            f"{len(self.workload.train)} problems ({self.workload.overlong} overlong left out), "
+            f"{len(self.workload.train)} problems ({self.workload.left_out}), "
             f"{len(self.workload.held_out)} held out"
         )
+
+    def _open_log(self) -> None:
+        """Begin or continue the logs; steps beyond the checkpoint are dropped, since they run again."""
+        config = self.config
+        trackers = open_trackers(
+            config.log.backends,
+            project=config.log.project,
+            run=self.run.path.name,
+            config=config.model_dump(mode="json"),
+            logs=self.run.logs,
+            first_step=self.finished,
+        )
+        self.log = MetricsLog(self.run, trackers)
+        self._exit.callback(self.log.close)
+        self.log.rewind(self.finished + 1)
+        # The evaluation before step 1 is that of step 0, and runs again with it.
+        rewind_jsonl(self.run.eval / "eval.jsonl", self.finished + 1 if self.finished else 0)
 
     def _collect(self, step: int, problems: list[Problem]) -> Rollout:
         rollout_config = self.config.rollout

@@ -95,6 +95,16 @@ SECTIONS: dict[str, dict[str, MetricSpec]] = {
             "0 on policy, below 0.1 off policy", "high: as above"),
         "clip_ratio/region_mean": MetricSpec(
             "share of tokens", "low_mean + high_mean", "0 on policy, below 0.2 off policy", "high: as above"),
+        "cispo_clip_ratio": MetricSpec(
+            "share of tokens", "loss type cispo: trained tokens with a positive advantage and ratio > ratio_max ÷ "
+            "trained tokens", "0 on policy, below 0.1 off policy", "high: the step is too large"),
+        "vespo/phi_seq_mean": MetricSpec(
+            "weight", "loss type vespo: mean over trained tokens of the sequence's weight φ", "near 1",
+            "near 0: hardly any sequence has a say"),
+        "cov/selected_mean": MetricSpec(
+            "share of tokens", "loss types clip_cov and kl_cov: trained tokens that were selected by their "
+            "covariance ÷ trained tokens", "the share that was asked for",
+            "above it: micro-batches are small, and each selects one token at least"),
     },
     "Sampler against trainer": {
         "mismatch_kl": MetricSpec(
@@ -112,11 +122,14 @@ SECTIONS: dict[str, dict[str, MetricSpec]] = {
             "ratio", "smallest of them", "above 0.1", "near 0: a sequence or token has no say"),
         "sampling/importance_sampling_ratio/max": MetricSpec(
             "ratio", "largest of them", "at most rollout_cap", "at the cap all the time: as mismatch_kl"),
-        "sampling/masked_frac": MetricSpec(
-            "share of tokens", "trained tokens that the correction gave weight 0 ÷ trained tokens", "below 0.01",
-            "high: long answers are dropped in silence"),
-        "sampling/nan_frac": MetricSpec(
-            "share of tokens", "tokens dropped since the sampler's log-prob was NaN ÷ trained tokens", "0",
+        "sampling/masked_mean": MetricSpec(
+            "share of tokens", "trained tokens that the correction gave weight 0 ÷ trained tokens with a finite "
+            "sampler's log-prob", "below 0.01", "high: the update ignores much of what was sampled"),
+        "sampling/masked_sequences_mean": MetricSpec(
+            "share of sequences", "sequences whose every token has weight 0 ÷ sequences", "below 0.01; not far "
+            "from masked_mean", "far below masked_mean: it is the long answers that are dropped"),
+        "sampling/dropped_mean": MetricSpec(
+            "share of tokens", "tokens dropped since the sampler's log-prob was not finite ÷ trained tokens", "0",
             "above 0: a fault in the sampler"),
     },
     "Optimisation": {

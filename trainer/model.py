@@ -11,8 +11,16 @@ from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from metagrpo.kernels import linear_logprob
 from metagrpo.trainer.attention import ATTENTION, Layout, TreeLayout, choose_backend
@@ -173,25 +181,38 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         raise ConfigError(f"model.path: no tokenizer at {config.path}: {first_line(error)}") from error
 
 
+def load_model_config(config: ModelConfig) -> PretrainedConfig:
+    """The model's configuration, without its weights.
+
+    Raises:
+        ConfigError: there is no such model, or none that transformers knows.
+    """
+    try:
+        return AutoConfig.from_pretrained(
+            resolve_model(config.path), revision=config.revision, trust_remote_code=config.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"model.path: cannot load {config.path}: {first_line(error)}") from error
+
+
 def load_base(config: ModelConfig) -> PreTrainedModel:
     """The model's weights in ``config.dtype``, ready for packed attention.
 
     Raises:
         ConfigError: unknown model, or one that takes no attention function.
     """
-    path = resolve_model(config.path)
+    path, device = resolve_model(config.path), choose_device(config.device)
     options: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
     try:
-        AutoConfig.from_pretrained(path, **options)
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=choose_dtype(config), attn_implementation=ATTENTION, **options
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ConfigError(f"model.path: cannot load {config.path}: {first_line(error)}") from error
     if config.liger_kernel:
         _apply_liger(model)
     placed: Any = model  # its `to` is wrapped in a way that hides its signature
-    return placed.to(choose_device(config.device))
+    return placed.to(device)
 
 
 def add_lora(model: PreTrainedModel, section: LoraSection) -> nn.Module:
@@ -221,9 +242,16 @@ def add_lora(model: PreTrainedModel, section: LoraSection) -> nn.Module:
 
 
 def choose_device(name: str) -> torch.device:
-    """``auto`` is this rank's GPU where there is one, else the CPU."""
+    """``auto`` is this rank's GPU where there is one, else the CPU.
+
+    Raises:
+        ConfigError: the machine has no such device.
+    """
     if name != "auto":
-        return torch.device(name)
+        try:
+            return torch.empty(0, device=name).device
+        except (RuntimeError, AssertionError) as error:  # the second where torch was built without that device
+            raise ConfigError(f"model.device: {name} cannot be used: {first_line(error)}") from error
     if torch.cuda.is_available():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return torch.device("cpu")

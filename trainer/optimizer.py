@@ -22,7 +22,7 @@ def learning_rate(config: TrainConfig, update: int, updates: int) -> float:
     A linear warm-up over ``ceil(warmup_ratio · updates)`` updates whose first is above 0, then constant, or linear
     or cosine (Loshchilov & Hutter, 2017) to 0 at ``updates``.
     """
-    warmup = math.ceil(config.warmup_ratio * updates)
+    warmup = math.ceil(config.warmup_ratio * updates - 1e-9)  # 0.07 · 100 is a bit more than 7
     if update < warmup:
         return config.learning_rate * (update + 1) / warmup
     progress = (update - warmup) / max(1, updates - warmup)

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import torch
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from metagrpo.kernels.losses import loss_names, loss_options
+from metagrpo.kernels import policy_loss
 from metagrpo.trainer.config import Config, DataConfig
 from metagrpo.trainer.data.holdout import exclude_held_out
 from metagrpo.trainer.data.prompts import Problem, build_prompts, stop_ids
 from metagrpo.trainer.data.sources import load_rows
 from metagrpo.trainer.errors import ConfigError
-from metagrpo.trainer.model import Policy, add_lora, load_base, load_tokenizer
-from metagrpo.trainer.pretrained import resolve_model
+from metagrpo.trainer.model import Policy, add_lora, load_base, load_model_config, load_tokenizer
 from metagrpo.trainer.rewards.load import resolve
 from metagrpo.trainer.rollout.protocol import request_seed
+from metagrpo.trainer.rollout.record import recorded_file
+from metagrpo.trainer.trackers import check_installed
+from metagrpo.trainer.update import loss_settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +32,20 @@ class Workload:
         train: training problems; none equals or mirrors a held-out one.
         held_out: problems of ``eval.data``.
         overlong: training problems left out for their length.
+        mirrored: training problems left out since they equal or mirror a held-out one.
     """
 
     tokenizer: PreTrainedTokenizerBase
     train: list[Problem]
     held_out: list[Problem]
     overlong: int
+    mirrored: int = 0
+
+    @property
+    def left_out(self) -> str:
+        """How many training problems are not used, and why, in words."""
+        mirrored = f", {self.mirrored} held out as well" if self.mirrored else ""
+        return f"{self.overlong} overlong{mirrored}, left out"
 
     def stop_ids(self, policy: Policy) -> frozenset[int]:
         """Every id that ends a completion of this model."""
@@ -43,22 +53,32 @@ class Workload:
 
 
 def check_names(config: Config) -> None:
-    """Refuse names that only their registries know.
+    """Refuse what pydantic cannot: names that only their registries know, losses that do not fit, missing records.
 
     Raises:
-        ConfigError: an unknown loss type, loss option or reward function.
+        ConfigError: an unknown loss type, loss option or reward function, settings that a loss type does not go
+            with, a tracker that is not installed, or a step that ``rollout.replay`` lacks.
     """
-    loss = config.loss
-    if loss.loss_type not in loss_names():
-        nearest = difflib.get_close_matches(loss.loss_type, loss_names(), n=1, cutoff=0.0)[0]
-        raise ConfigError(f"unknown loss.loss_type {loss.loss_type}, did you mean {nearest}?")
-    known = loss_options(loss.loss_type)
-    for name in loss.options:
-        if name not in known:
-            raise ConfigError(
-                f"loss.options: {loss.loss_type} has no option {name}; it has {', '.join(known) or 'none'}"
-            )
+    nothing = torch.zeros(0)
+    try:
+        policy_loss(
+            nothing,
+            nothing,
+            sequence_ids=torch.zeros(0, dtype=torch.int64),
+            normalizer=torch.ones(()),
+            ref_logprob=nothing,
+            rollout_logprob=nothing,
+            entropy=nothing,
+            **loss_settings(config.loss),
+            **cast(dict[str, Any], config.loss.options),
+        )
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"loss: {error}") from error
     resolve(config.reward.functions)
+    check_installed(config.log.backends)
+    if config.rollout.replay:
+        for step in range(1, config.train.steps + 1):
+            recorded_file(config.rollout.replay, step)
 
 
 def load_workload(config: Config) -> Workload:
@@ -70,14 +90,11 @@ def load_workload(config: Config) -> Workload:
     check_names(config)
     rows = load_rows(config.data)
     held_out_rows = load_rows(config.eval.data) if config.eval.data else []
+    mirrored = 0
     if held_out_rows:
-        rows, _ = exclude_held_out(rows, held_out_rows)
+        rows, mirrored = exclude_held_out(rows, held_out_rows)
+    model_config = load_model_config(config.model)
     tokenizer = load_tokenizer(config.model)
-    model_config = AutoConfig.from_pretrained(
-        resolve_model(config.model.path),
-        revision=config.model.revision,
-        trust_remote_code=config.model.trust_remote_code,
-    )
     positions = getattr(model_config.get_text_config(), "max_position_embeddings", 1 << 30)
     room = positions - config.rollout.max_completion_length
     if room < 1:
@@ -95,7 +112,7 @@ def load_workload(config: Config) -> Workload:
             raise ConfigError(
                 f"eval.data: {left_out} held-out prompts are too long for the model or max_prompt_length"
             )
-    return Workload(tokenizer, train, held_out, overlong)
+    return Workload(tokenizer, train, held_out, overlong, mirrored)
 
 
 def load_policy(config: Config, weights: Path | None = None) -> Policy:
@@ -116,4 +133,4 @@ def load_policy(config: Config, weights: Path | None = None) -> Policy:
     model = add_lora(base, config.lora) if config.lora.enabled else base
     if config.train.gradient_checkpointing:
         base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return Policy(model, config.model.attention)
+    return Policy(model, config.model.attention, shares_prefixes=config.rollout.num_generations > 1)

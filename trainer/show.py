@@ -13,18 +13,19 @@ from rich.table import Table
 from metagrpo.trainer.errors import ConfigError
 from metagrpo.trainer.rundir import RunDirectory, read_jsonl
 
+# Title and format by metric; together they fit 80 columns, which is what a pipe gets.
 COLUMNS = {
-    "step": "step",
-    "reward": "reward",
-    "reward_std": "std",
-    "eval/accuracy": "accuracy",
-    "completions/mean_length": "length",
-    "completions/clipped_ratio": "clipped",
-    "entropy": "entropy",
-    "mismatch_kl": "mismatch",
-    "grad_norm": "grad",
-    "perf/tok_s": "tok/s",
-    "step_time": "seconds",
+    "step": ("step", "d"),
+    "reward": ("reward", ".3f"),
+    "reward_std": ("std", ".2f"),
+    "eval/accuracy": ("accuracy", ".3f"),
+    "completions/mean_length": ("length", ".1f"),
+    "completions/clipped_ratio": ("clipped", ".2f"),
+    "entropy": ("entropy", ".2f"),
+    "mismatch_kl": ("mismatch", ".0e"),
+    "grad_norm": ("grad", ".2g"),
+    "perf/tok_s": ("tok/s", ".0f"),
+    "step_time": ("seconds", ".1f"),
 }
 
 
@@ -37,9 +38,11 @@ def show_metrics(path: Path, count: int) -> None:
     rows = read_jsonl(RunDirectory(path).metrics)
     if not rows:
         raise ConfigError(f"{path} holds no metrics")
-    table = Table(*COLUMNS.values(), title=str(path))
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for title, _ in COLUMNS.values():
+        table.add_column(title, justify="right", no_wrap=True)
     for row in rows[-count:]:
-        table.add_row(*(_number(row.get(name)) for name in COLUMNS))
+        table.add_row(*(_number(row.get(name), form) for name, (_, form) in COLUMNS.items()))
     Console().print(table)
 
 
@@ -65,7 +68,7 @@ def show_rollouts(path: Path, step: int, count: int) -> None:
         console.print(Panel(body, title=escape(title), subtitle=escape(footer), title_align="left"))
 
 
-def _number(value: Any) -> str:
+def _number(value: Any, form: str = ".4g") -> str:
     if isinstance(value, list):
         return f"{value[0]:.3g}…{value[-1]:.3g}" if value else "—"
-    return "—" if value is None else f"{value:.4g}"
+    return "—" if value is None else f"{value:{form}}"

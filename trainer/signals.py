@@ -16,6 +16,11 @@ class Interrupted(BaseException):
         self.number = number
 
 
+def exit_code(number: int) -> int:
+    """What the process exits with: 0 after SIGTERM, which asks for a clean end, else the shell's 128 + number."""
+    return 0 if number == signal.SIGTERM else 128 + number
+
+
 class StopSignals:
     """While open, SIGTERM and SIGINT raise :class:`Interrupted` in the main thread, unless they are deferred.
 

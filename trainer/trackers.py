@@ -80,6 +80,17 @@ TRACKERS: dict[str, type[WandbTracker] | type[TensorBoardTracker] | type[Trackio
 }
 
 
+def check_installed(names: Sequence[str]) -> None:
+    """Refuse a tracker that is missing before anything slow is done; nothing is imported.
+
+    Raises:
+        ConfigError: the line holds the command that installs it.
+    """
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(f"log.backends asks for {name}, which is not installed: pip install {name}")
+
+
 def open_trackers(
     names: Sequence[str], *, project: str, run: str, config: dict[str, Any], logs: Path, first_step: int = 0
 ) -> list[Tracker]:
@@ -96,7 +107,5 @@ def open_trackers(
     Raises:
         ConfigError: a tracker is not installed; the line holds the command that installs it.
     """
-    for name in names:
-        if importlib.util.find_spec(name) is None:
-            raise ConfigError(f"log.backends asks for {name}, which is not installed: pip install {name}")
+    check_installed(names)
     return [TRACKERS[name](project, run, config, logs, first_step) for name in names]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from metagrpo.kernels import policy_loss
 from metagrpo.kernels.losses import loss_normalizer, mean_metrics, merge_metrics
-from metagrpo.trainer.config import Config
+from metagrpo.trainer.config import Config, LossConfig
 from metagrpo.trainer.model import Policy
 from metagrpo.trainer.optimizer import Optimizer
 from metagrpo.trainer.packing import MicroBatch, micro_batches
@@ -155,7 +155,6 @@ class Updater:
                 counts.scored += batch.packed.tree.size
 
     def _loss(self, batch: _Batch, normalizer: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        loss = self.config.loss
         logprob, entropy = self.policy.logprobs(batch.packed, self.config.rollout.temperature, with_entropy=True)
         return policy_loss(
             logprob,
@@ -166,21 +165,28 @@ class Updater:
             ref_logprob=batch.ref_logprob,
             rollout_logprob=batch.rollout_logprob,
             entropy=entropy,
-            loss_type=loss.loss_type,
-            epsilon=loss.epsilon,
-            epsilon_high=loss.epsilon_high,
-            delta=loss.delta,
-            dual_clip=loss.dual_clip,
-            importance=loss.importance,
-            beta=loss.beta,
-            kl_estimator=loss.kl_estimator,
-            bias_corrected_kl=loss.bias_corrected_kl,
-            entropy_coef=loss.entropy_coef,
-            rollout_correction=loss.rollout_correction,
-            rollout_cap=loss.rollout_cap,
-            rollout_floor=loss.rollout_floor,
-            **cast(dict[str, Any], loss.options),
+            **loss_settings(self.config.loss),
+            **cast(dict[str, Any], self.config.loss.options),
         )
+
+
+def loss_settings(loss: LossConfig) -> dict[str, Any]:
+    """The arguments of ``policy_loss`` that are settings of every loss type; ``loss.options`` are beside them."""
+    return {
+        "loss_type": loss.loss_type,
+        "epsilon": loss.epsilon,
+        "epsilon_high": loss.epsilon_high,
+        "delta": loss.delta,
+        "dual_clip": loss.dual_clip,
+        "importance": loss.importance,
+        "beta": loss.beta,
+        "kl_estimator": loss.kl_estimator,
+        "bias_corrected_kl": loss.bias_corrected_kl,
+        "entropy_coef": loss.entropy_coef,
+        "rollout_correction": loss.rollout_correction,
+        "rollout_cap": loss.rollout_cap,
+        "rollout_floor": loss.rollout_floor,
+    }
 
 
 def split_groups(samples: Sequence[Sample], parts: int) -> list[list[Sample]]:

@@ -6,9 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from metagrpo.kernels import policy_loss
+from metagrpo.kernels.loss_metrics import COUNTS, mean_metrics
+from metagrpo.kernels.loss_types import loss_names
 from metagrpo.trainer.metrics import METRICS, MetricsLog, metric_spec, metrics_markdown, step_line
 from metagrpo.trainer.perf import PHASES, perf_metrics
 from metagrpo.trainer.rundir import RunDirectory, read_jsonl
@@ -51,6 +55,7 @@ def test_the_names_of_the_specification_are_defined() -> None:
         completions/mean_length completions/min_length completions/max_length completions/clipped_ratio
         kl entropy clip_ratio/low_mean clip_ratio/high_mean clip_ratio/region_mean
         sampling/sampling_logp_difference/mean sampling/importance_sampling_ratio/max
+        sampling/masked_mean sampling/masked_sequences_mean sampling/dropped_mean data/overlong
         grad_norm learning_rate num_tokens step_time mismatch_kl
         perf/tok_s perf/train_tok_s perf/rollout_tok_s perf/forwarded_tok_s perf/pad_frac
         perf/prefix_saved_frac perf/peak_mem_gb perf/mfu
@@ -60,6 +65,24 @@ def test_the_names_of_the_specification_are_defined() -> None:
         assert metric_spec(name).formula
     with pytest.raises(KeyError):
         metric_spec("reward/made_up")
+
+
+@pytest.mark.parametrize("loss_type", loss_names())
+def test_what_a_loss_type_reports_is_defined(loss_type: str) -> None:
+    values = torch.tensor([-1.0, -2.0, -0.5])
+    _, sums = policy_loss(
+        values.clone().requires_grad_(),
+        torch.tensor([1.0, -1.0, 0.5]),
+        sequence_ids=torch.tensor([0, 0, 1]),
+        normalizer=torch.tensor(3),
+        loss_type=loss_type,
+        old_logprob=values,
+        ref_logprob=values,
+        rollout_logprob=values,
+        entropy=values,
+    )
+    for name in mean_metrics(sums).keys() - set(COUNTS):
+        assert metric_spec(name).formula
 
 
 def test_times_and_rates_are_defined() -> None:

@@ -46,13 +46,13 @@ class Context:
     stop_ids: frozenset[int]
     adapter: str | None
 
-    def sample(self, requests: Sequence[Request]) -> list[Completion]:
-        """Completions, paired with their requests by id.
+    def sample(self, requests: Sequence[Request], phase: str = "rollout") -> list[Completion]:
+        """Completions, paired with their requests by id; the time is charged to ``phase``.
 
         Raises:
             RuntimeError: the sampler answered something else than was asked.
         """
-        with self.timer.phase("rollout"):
+        with self.timer.phase(phase):
             completions = self.sampler.generate(requests)
         if [completion.id for completion in completions] != [request.id for request in requests]:
             raise RuntimeError("the sampler's completions do not belong to the requests")
@@ -63,10 +63,14 @@ class Context:
         return self.tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
 
     def score(
-        self, problems: Sequence[Problem], texts: Sequence[str], completions: Sequence[Completion]
+        self,
+        problems: Sequence[Problem],
+        texts: Sequence[str],
+        completions: Sequence[Completion],
+        phase: str = "reward",
     ) -> RewardResult:
         """Grade one completion for each entry of ``problems``; a conversation's is an assistant message."""
-        with self.timer.phase("reward"):
+        with self.timer.phase(phase):
             names = list(dict.fromkeys(name for problem in problems for name in problem.columns))
             return self.rewards.score(
                 [problem.prompt for problem in problems],

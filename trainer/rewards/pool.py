@@ -74,6 +74,15 @@ class RewardPool:
         while self._graders:
             self._graders.pop().kill()
 
+    def check(self, columns: Sequence[str]) -> None:
+        """Compare what the functions take with the columns that the data has.
+
+        Raises:
+            ConfigError: a function needs a column that is not there, or does not take one that is.
+        """
+        for spec, contract in zip(self._specs, self._contracts, strict=True):
+            contract.check(spec.name, columns)
+
     def score(
         self,
         prompts: Sequence[Text],
@@ -98,8 +107,7 @@ class RewardPool:
         """
         if not self._graders:
             raise RuntimeError("the reward pool is closed")
-        for spec, contract in zip(self._specs, self._contracts, strict=True):
-            contract.check(spec.name, list(columns))
+        self.check(list(columns))
         arguments = {**columns, "prompts": prompts, "completions": completions, "completion_ids": completion_ids}
         batch = Batch([spec.name for spec in self._specs], arguments)
         batch.queue.extend(self._spans(batch.size))

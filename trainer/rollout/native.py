@@ -50,18 +50,23 @@ class _Row:
 
 
 class KeyValueCache:
-    """Keys and values of every layer, ``[rows, kv_heads, length, D]`` each, allocated at a layer's first use."""
+    """Keys and values of every layer, ``[rows, kv_heads, length, D]`` each, allocated at a layer's first use.
+
+    Values may have another ``D`` than keys, as in DeepSeek's latent attention.
+    """
 
     def __init__(self, rows: int, length: int) -> None:
         self.rows = rows
         self.length = length
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def layer(self, index: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer whose keys look like ``like`` ``[B, kv_heads, T, D]``."""
+    def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores of a layer whose keys and values look like ``key`` and ``value``, ``[B, kv_heads, T, D]``."""
         if index not in self.layers:
-            shape = (self.rows, like.shape[1], self.length, like.shape[3])
-            self.layers[index] = (like.new_zeros(shape), like.new_zeros(shape))
+            keys, values = (
+                like.new_zeros(self.rows, like.shape[1], self.length, like.shape[3]) for like in (key, value)
+            )
+            self.layers[index] = (keys, values)
         return self.layers[index]
 
     def move_row(self, source: int, target: int, length: int) -> None:
@@ -85,7 +90,7 @@ class PrefillLayout(TreeLayout):
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         """See :class:`TreeLayout`."""
-        for store, new in zip(self.cache.layer(layer, key), (key, value), strict=True):
+        for store, new in zip(self.cache.layer(layer, key, value), (key, value), strict=True):
             store[self.rows, :, self.slots] = new[0].transpose(0, 1)[self.nodes]
         return super().attend(layer, query, key, value, **options)
 
@@ -113,7 +118,7 @@ class DecodeLayout:
         dropout: float,
     ) -> Tensor:
         """See :class:`~metagrpo.trainer.attention.Layout`; ``T`` is 1."""
-        keys, values = self.cache.layer(layer, key)
+        keys, values = self.cache.layer(layer, key, value)
         keys[self.rows, :, self.lengths] = key[:, :, 0]
         values[self.rows, :, self.lengths] = value[:, :, 0]
         batch, heads, _, dim = query.shape
@@ -127,7 +132,7 @@ class DecodeLayout:
             scale,
             softcap,
         )
-        return out.reshape(batch, 1, heads, dim)
+        return out.reshape(batch, 1, heads, value.shape[-1])
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
         if window not in self._masks:
@@ -217,11 +222,13 @@ class NativeSampler:
 
     def _sample(self, rows: list[_Row], logits: Tensor) -> None:
         device = logits.device
+        temperatures = [row.request.temperature for row in rows]
+        same = len(set(temperatures)) == 1  # a plain number saves the sampler a pass over the logits
         tokens, logprobs = sample_tokens(
             logits,
             seeds=torch.tensor([row.request.seed for row in rows], device=device),
             step=torch.tensor([len(row.token_ids) for row in rows], device=device),
-            temperature=torch.tensor([row.request.temperature for row in rows], device=device),
+            temperature=temperatures[0] if same else torch.tensor(temperatures, device=device),
         )
         for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
             row.token_ids.append(token)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 
 from metagrpo.trainer.errors import ConfigError
@@ -25,14 +26,29 @@ def save_samples(folder: Path, step: int, samples: list[Sample]) -> None:
     write_jsonl(record_file(folder, step), map(dataclasses.asdict, samples))
 
 
-def load_samples(folder: Path, step: int) -> list[Sample]:
-    """The samples that :func:`save_samples` wrote; a reward that was NaN comes back as NaN.
+def recorded_file(folder: Path, step: int) -> Path:
+    """The file of a step that was recorded.
 
     Raises:
-        ConfigError: the step was not recorded.
+        ConfigError: it was not.
     """
     path = record_file(folder, step)
     if not path.exists():
         raise ConfigError(f"rollout.replay: {folder} holds no record of step {step}")
-    rows = read_jsonl(path)
-    return [Sample(**{**row, "reward": float("nan") if row["reward"] is None else row["reward"]}) for row in rows]
+    return path
+
+
+def load_samples(folder: Path, step: int) -> list[Sample]:
+    """The samples that :func:`save_samples` wrote; a reward or log-prob that was NaN comes back as NaN.
+
+    Raises:
+        ConfigError: the step was not recorded.
+    """
+    return [
+        Sample(**{**row, "reward": _number(row["reward"]), "logprobs": [_number(value) for value in row["logprobs"]]})
+        for row in read_jsonl(recorded_file(folder, step))
+    ]
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value  # JSON has no NaN
