@@ -21,13 +21,16 @@ if __name__ == "kernels":
         )
 else:
     from .advantages import group_advantages
+    from .backend import backend, last_backend
     from .head import linear_logprob
     from .logprob import token_logprob
     from .losses import policy_loss, register_loss
     from .sampling import sample_tokens
 
     __all__ = [
+        "backend",
         "group_advantages",
+        "last_backend",
         "linear_logprob",
         "policy_loss",
         "register_loss",

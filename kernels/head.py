@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from metagrpo.kernels.backend import choose, register
+from metagrpo.kernels.triton import refusal
 from metagrpo.kernels.vocabulary import (
     IGNORE,
     Folded,
@@ -42,6 +44,9 @@ BLOCK = 4096
 ROW_MULTIPLE = 16
 """A GEMM of a few rows goes to other BLAS kernels, which add up in another order. Padded to a multiple of this (8 is
 enough for MKL on AVX2), a row's result does not depend on how many rows came with it."""
+
+register("linear_logprob", "torch", __name__)
+register("linear_logprob", "triton", "metagrpo.kernels.triton.head", refusal)
 
 
 @overload
@@ -126,7 +131,10 @@ def linear_logprob(
     check_targets(targets, weight.shape[0])
     temperature = check_temperature(temperature, targets.shape, accumulation_dtype(hidden))
     check_softcap(softcap)
-    logprob, entropy = _LinearLogprob.apply(hidden, weight, bias, targets, rows, temperature, softcap, return_entropy)
+    implementation = choose("linear_logprob", hidden)
+    logprob, entropy = _LinearLogprob.apply(
+        hidden, weight, bias, targets, rows, temperature, softcap, return_entropy, implementation
+    )
     return (logprob, entropy) if return_entropy else logprob
 
 
@@ -142,27 +150,30 @@ class _LinearLogprob(torch.autograd.Function):
         temperature: float | Tensor,
         softcap: float | None,
         entropy: bool,
+        implementation: Any,
     ) -> tuple[Tensor, Tensor | None]:
         with torch.autocast(hidden.device.type, enabled=False):
-            folded = linear_logprob_forward(hidden, weight, bias, targets, rows, temperature, softcap, entropy)
+            folded = implementation.linear_logprob_forward(
+                hidden, weight, bias, targets, rows, temperature, softcap, entropy
+            )
         ctx.save_for_backward(hidden, weight, bias, targets, rows, *folded[1:])
-        ctx.temperature, ctx.softcap = temperature, softcap
+        ctx.temperature, ctx.softcap, ctx.implementation = temperature, softcap, implementation
         ctx.set_materialize_grads(False)
         return folded.logprob, folded.entropy
 
     @staticmethod
     def backward(ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad_logprob is None and grad_entropy is None:
-            return (None,) * 8
+            return (None,) * 9
         hidden, weight, bias, targets, rows, *saved = ctx.saved_tensors
         needs = ctx.needs_input_grad[:3]
         with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
             gradient = row_gradient(grad_logprob, grad_entropy, targets, *saved)
-            grads = linear_logprob_backward(
+            grads = ctx.implementation.linear_logprob_backward(
                 gradient, hidden, weight, bias, targets, rows, ctx.temperature, ctx.softcap, needs
             )
         sources = (hidden, weight, bias, grad_logprob, grad_entropy)
-        return *(first_derivative(grad, *sources) for grad in grads), None, None, None, None, None
+        return *(first_derivative(grad, *sources) for grad in grads), None, None, None, None, None, None
 
 
 def linear_logprob_forward(
@@ -224,7 +235,7 @@ def linear_logprob_backward(
             if grad_weight is not None:
                 grad_weight[columns] += _matmul(dz.T, chunk.hidden)
         if grad_hidden is not None and grad_chunk is not None:
-            _add_rows(grad_hidden, chunk.rows, grad_chunk)
+            add_rows(grad_hidden, chunk.rows, grad_chunk)
     return LinearGrads(
         None if grad_hidden is None else grad_hidden.to(hidden.dtype),
         None if grad_weight is None else grad_weight.to(weight.dtype),
@@ -281,7 +292,7 @@ def _matmul(a: Tensor, b: Tensor) -> Tensor:
     return torch.mm(a, b) if a.dtype == dtype else torch.mm(a, b, out_dtype=dtype)
 
 
-def _add_rows(total: Tensor, rows: Tensor, values: Tensor) -> None:
+def add_rows(total: Tensor, rows: Tensor, values: Tensor) -> None:
     """``total[rows[i]] += values[i]``, in a fixed order: each call is the deterministic one on its device."""
     if total.device.type == "cuda":
         total.index_put_((rows,), values, accumulate=True)  # sorts; index_add_ would use atomics

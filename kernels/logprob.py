@@ -8,6 +8,8 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from metagrpo.kernels.backend import choose, register
+from metagrpo.kernels.triton import refusal
 from metagrpo.kernels.vocabulary import (
     IGNORE,
     Folded,
@@ -32,6 +34,9 @@ and ATen splits the sum of a lone row over its threads from 32768 elements on, w
 
 TILE = 1 << 20
 """Elements of a tile: 4 MiB in fp32, which stays in a CPU's cache between the passes over it."""
+
+register("token_logprob", "torch", __name__)
+register("token_logprob", "triton", "metagrpo.kernels.triton.logprob", refusal)
 
 
 @overload
@@ -102,30 +107,39 @@ def token_logprob(
     check_targets(targets, logits.shape[-1])
     temperature = check_temperature(temperature, shape, accumulation_dtype(logits))
     check_softcap(softcap)
-    logprob, entropy = _TokenLogprob.apply(logits, targets.reshape(-1), temperature, softcap, return_entropy)
+    implementation = choose("token_logprob", logits)
+    logprob, entropy = _TokenLogprob.apply(
+        logits, targets.reshape(-1), temperature, softcap, return_entropy, implementation
+    )
     return (logprob.view(shape), entropy.view(shape)) if return_entropy else logprob.view(shape)
 
 
 class _TokenLogprob(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, temperature: float | Tensor, softcap: float | None, entropy: bool
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        temperature: float | Tensor,
+        softcap: float | None,
+        entropy: bool,
+        implementation: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        folded = token_logprob_forward(logits, targets, temperature, softcap, entropy)
+        folded = implementation.token_logprob_forward(logits, targets, temperature, softcap, entropy)
         ctx.save_for_backward(logits, targets, *folded[1:])
-        ctx.temperature, ctx.softcap = temperature, softcap
+        ctx.temperature, ctx.softcap, ctx.implementation = temperature, softcap, implementation
         ctx.set_materialize_grads(False)
         return folded.logprob, folded.entropy
 
     @staticmethod
     def backward(ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad_logprob is None and grad_entropy is None:
-            return (None,) * 5
+            return (None,) * 6
         logits, targets, *saved = ctx.saved_tensors
         with torch.no_grad():
             rows = row_gradient(grad_logprob, grad_entropy, targets, *saved)
-            grad = token_logprob_backward(rows, logits, targets, ctx.temperature, ctx.softcap)
-        return first_derivative(grad, logits, grad_logprob, grad_entropy), None, None, None, None
+            grad = ctx.implementation.token_logprob_backward(rows, logits, targets, ctx.temperature, ctx.softcap)
+        return first_derivative(grad, logits, grad_logprob, grad_entropy), None, None, None, None, None
 
 
 def token_logprob_forward(

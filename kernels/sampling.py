@@ -11,11 +11,16 @@ import math
 import torch
 from torch import Tensor
 
+from metagrpo.kernels.backend import choose, register
+from metagrpo.kernels.triton import refusal
 from metagrpo.kernels.vocabulary import check_floating, check_indices, require
 
 BLOCK = 256
 """Probabilities of which one sum is taken: the draw picks a block, then a token in it, so that only [B, V / BLOCK]
 and [B, BLOCK] numbers are added up in order."""
+
+register("sample_tokens", "torch", __name__)
+register("sample_tokens", "triton", "metagrpo.kernels.triton.sampling", refusal)
 
 
 @torch.no_grad()
@@ -50,6 +55,11 @@ def sample_tokens(
         check_indices(step, "step", logits.shape[:1])
     temperature = _check_temperature(temperature, logits)
 
+    return choose("sample_tokens", logits).draw(logits, seeds, step, temperature)
+
+
+def draw(logits: Tensor, seeds: Tensor, step: int | Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens and log-probs ``[B]``."""
     z = _padded(logits)
     if isinstance(temperature, Tensor):
         greedy = temperature == 0
@@ -70,14 +80,19 @@ def sample_tokens(
     weights = z.sub_(top).exp_().unflatten(-1, (-1, BLOCK))
     cumulative = weights.sum(-1).cumsum(-1, dtype=torch.float64)
     total = cumulative[:, -1:]
-    # The largest logit alone weighs 1.
-    require((total >= 1).all(), "a row of logits holds NaN or +inf, or nothing but -inf")
+    check_weights(total)
 
     tokens = _invert(weights, cumulative, _uniform(seeds, step).unsqueeze(-1))
     if largest is not None:
         tokens = torch.where(greedy.unsqueeze(-1), largest, tokens)
     logprob = (logits.gather(-1, tokens).float() / temperature - top) - total.log()
     return tokens.squeeze(-1), logprob.squeeze(-1).float()
+
+
+def check_weights(total: Tensor) -> None:
+    """Raise unless each row's weight ``Σ exp(z − max z)`` is that of a distribution."""
+    # The largest logit alone weighs 1.
+    require((total >= 1).all(), "a row of logits holds NaN or +inf, or nothing but -inf")
 
 
 def _padded(logits: Tensor) -> Tensor:

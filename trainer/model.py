@@ -134,31 +134,53 @@ class Policy:
     def check(self) -> None:
         """Refuse a model that packing or the folded head would get wrong (pitfall 14).
 
-        Two sequences that share a prefix and one that does not are scored packed and alone, and one alone against
-        the model's own logits.
+        Two sequences that share a prefix and one that does not are scored packed; then each alone, by the model's own
+        forward pass and head; then packed again with the others' tokens changed, which must not move the first.
 
         Raises:
-            ConfigError: they differ by more than rounding.
+            ConfigError: they differ by more than rounding, or the model cannot be called that way.
         """
-        vocabulary = self.head.weight.shape[0]
-        sequences = [[i * 7919 % vocabulary for i in ids] for ids in ((1, 2, 3, 4, 5), (1, 2, 3, 6, 7, 8), (9, 8, 3))]
-        tree, paths = build_tree(sequences, self.shares_prefixes)
         training = self.model.training
         self.model.eval()
-        packed = self.logits(self.tree_states(tree.to(self.device))).float()
-        tolerance = 1e-3 if self.head.weight.dtype == torch.float32 else 0.1
-        for sequence, path in zip(sequences, paths, strict=True):
-            alone = build_tree([sequence])[0].to(self.device)
+        try:
+            self._check()
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ConfigError(f"{type(self.base).__name__} is not served: {first_line(error)}") from error
+        finally:
+            self.model.train(training)
+
+    def _check(self) -> None:
+        vocabulary = self.head.weight.shape[0]
+        first, *others = ((1, 2, 3, 4, 5), (1, 2, 3, 6, 7, 8), (9, 8, 3))
+        changed = ((1, 2, 3, 8, 9, 9), (7, 6, 4))
+        packed, paths = self._packed_logits([first, *others], vocabulary)
+        single = self.head.weight.dtype == torch.float32
+        for sequence, path in zip((first, *others), paths, strict=True):
+            alone = build_tree([_spread(sequence, vocabulary)])[0].to(self.device)
             ids, positions = alone.token_ids[None], alone.positions[None]
             layout = TreeLayout(alone, self.attention)
             own = self.base(input_ids=ids, position_ids=positions, layout=layout, use_cache=False).logits[0].float()
-            error = ((packed[torch.from_numpy(path).to(self.device)] - own).norm() / own.norm()).item()
-            if not error <= tolerance:
-                raise ConfigError(
-                    f"{type(self.base).__name__} is not served: packed and alone, its logits differ by {error:.2g} "
-                    "of their norm; its layers ignore the attention function or its head is not a plain one"
-                )
-        self.model.train(training)
+            self._compare("packed and alone", packed[path], own, 1e-3 if single else 0.1)
+        again, new_paths = self._packed_logits([first, *changed], vocabulary)
+        self._compare("beside other sequences", packed[paths[0]], again[new_paths[0]], 1e-5 if single else 1e-2)
+
+    def _packed_logits(self, sequences: list[tuple[int, ...]], vocabulary: int) -> tuple[Tensor, list[Tensor]]:
+        tree, paths = build_tree([_spread(sequence, vocabulary) for sequence in sequences], self.shares_prefixes)
+        logits = self.logits(self.tree_states(tree.to(self.device))).float()
+        return logits, [torch.from_numpy(path).to(self.device) for path in paths]
+
+    def _compare(self, how: str, packed: Tensor, own: Tensor, tolerance: float) -> None:
+        error = ((packed - own).norm() / own.norm()).item()
+        if not error <= tolerance:
+            raise ConfigError(
+                f"{type(self.base).__name__} is not served: {how}, its logits differ by {error:.2g} of their norm; "
+                "its layers ignore the attention function or its head is not a plain one"
+            )
+
+
+def _spread(sequence: tuple[int, ...], vocabulary: int) -> list[int]:
+    """Digits 1 to 9 as token ids all over the vocabulary."""
+    return [digit * vocabulary // 10 for digit in sequence]
 
 
 def is_peft(model: nn.Module) -> bool:

@@ -95,6 +95,8 @@ class RunDirectory:
         """
         if resume and overwrite:
             raise ConfigError("--resume and --overwrite exclude each other")
+        if holder := _holder(path / LOCK):
+            raise ConfigError(f"{path} is in use by process {holder}")
         found = [name for name in RESULTS if (path / name).exists()]
         is_run = (path / "env.json").exists() or (path / LOCK).exists()
         if resume and not is_run:
@@ -307,6 +309,21 @@ def _close_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_close_in_child)
+
+
+def _holder(path: Path) -> str | None:
+    """The process that holds a lock, where one does."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return os.pread(descriptor, 32, 0).decode().strip()
+    finally:
+        os.close(descriptor)
+    return None
 
 
 def _acquire(path: Path) -> int:

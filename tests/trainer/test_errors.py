@@ -238,14 +238,18 @@ def test_a_run_that_is_there_or_is_not(place: Place) -> None:
 
 
 @pytest.mark.slow
-def test_the_real_command_prints_one_line_and_with_debug_the_trace(place: Place) -> None:
+def test_the_real_command_prints_one_line(place: Place) -> None:
     place.write(train__learning_rat=1)
     result = metagrpo("train", place.recipe)
     assert result.returncode == 2 and result.stdout == ""
     assert result.stderr == ("config error: unknown key train.learning_rat, did you mean train.learning_rate?\n")
+    assert not place.output.exists()
+
+
+def test_with_debug_it_is_the_trace(place: Place) -> None:
     place.write(lora__target_modules=["q_prog"])
-    result = metagrpo("train", place.recipe, "--debug")
-    assert result.returncode == 2
+    result = CliRunner().invoke(app, ["train", str(place.recipe), "--debug"])
+    assert result.exit_code == 2
     assert "Traceback (most recent call last)" in result.stderr
     assert result.stderr.splitlines()[-1].startswith("metagrpo.trainer.errors.ConfigError: lora.target_modules")
     assert not place.output.exists()

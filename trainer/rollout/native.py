@@ -163,11 +163,13 @@ class NativeSampler:
         completions: dict[int, Completion] = {}
         training = self.policy.model.training
         self.policy.model.eval()
-        for adapter in sorted({request.adapter for request in requests}, key=str):
-            with self.policy.using(adapter):
-                indexed = [(index, request) for index, request in enumerate(requests) if request.adapter == adapter]
-                completions.update(self._decode(indexed))
-        self.policy.model.train(training)
+        try:
+            for adapter in sorted({request.adapter for request in requests}, key=str):
+                with self.policy.using(adapter):
+                    mine = [(index, request) for index, request in enumerate(requests) if request.adapter == adapter]
+                    completions.update(self._decode(mine))
+        finally:
+            self.policy.model.train(training)
         return [completions[index] for index in range(len(requests))]
 
     def sync(self, version: int) -> None:

@@ -86,5 +86,4 @@ def request_seed(*parts: int | str) -> int:
     Equal parts give equal seeds on every machine; any change gives an unrelated one, so that neighbours that a
     backend derives by counting up from a seed never meet.
     """
-    text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "big") >> 1
