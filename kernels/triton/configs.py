@@ -88,12 +88,12 @@ _TABLE: dict[str, dict[tuple[str, int], Config]] = {
     # One row a program: wide tiles, since the maximum and the sums of a tile cost a barrier each.
     "token_logprob_forward": _everywhere({"BLOCK": 4096, "num_warps": 8, "num_stages": 2}, {"BLOCK": 1024}),
     "token_logprob_backward": _everywhere({"BLOCK": 4096, "num_warps": 8, "num_stages": 2}, {"BLOCK": 1024}),
-    "sample_tokens": _everywhere({"BLOCK": 4096, "num_warps": 16, "num_stages": 2}, {"BLOCK": 256}),
+    "sample_tokens": _everywhere({"BLOCK": 2048, "num_warps": 8, "num_stages": 2}, {"BLOCK": 256}),
     "linear_logprob_combine": _everywhere({"BLOCK": 128, "num_warps": 4, "num_stages": 2}, {"BLOCK": 32}),
     # SPAN columns a program, the same for any number of rows: a few rows still fill a GPU, and a row's sums are
     # formed in one order whatever the batch.
     "linear_logprob_forward": {
-        ("sm_80", 2): _tile(128, 128, 64, 8, 3, SPAN=1024),
+        ("sm_80", 2): _tile(128, 128, 32, 8, 4, SPAN=1024),
         ("sm_90", 2): _tile(128, 128, 64, 8, 4, SPAN=1024),
         ("sm_100", 2): _tile(128, 128, 64, 8, 4, SPAN=1024),
         ("gfx942", 2): _tile(128, 128, 64, 8, 2, SPAN=1024),
