@@ -16,7 +16,7 @@ $(VENV)/.installed: pyproject.toml setup.py
 	touch $@
 
 $(VENV)/.tested: $(VENV)/.installed
-	$(PIP) --editable ".[trainer,gguf,test,dev]"
+	$(PIP) --editable ".[trainer,gguf,triton,trl,test,dev]"
 	touch $@
 
 quickstart: $(VENV)/.installed

@@ -1,4 +1,4 @@
-"""``metagrpo bench``: measurements of the kernels."""
+"""``metagrpo bench``: measurements, each beside what it is compared with."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(name="bench", help="Measure the kernels.", no_args_is_help=True)
+app = typer.Typer(name="bench", help="Measure kernels and sampler.", no_args_is_help=True)
 
 
 @app.callback()
 def bench() -> None:
-    """Measure the kernels."""
+    """Measure kernels and sampler."""
 
 
 @app.command()
@@ -32,3 +32,25 @@ def static(
         json.write_text(to_json(result) + "\n")
     typer.echo(table(result))
     raise typer.Exit(1 if result.faults else 0)
+
+
+@app.command()
+def sampler(
+    model: Annotated[str, typer.Option(help="As model.path of a recipe.")] = "smollm2",
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    batch: Annotated[int, typer.Option(min=1, help="Prompts.")] = 32,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Length of every completion.")] = 128,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; the median counts.")] = 5,
+    json: Annotated[Path | None, typer.Option("--json", help="Write the result here as JSON too.")] = None,
+) -> None:
+    """Time the native sampler beside ``model.generate``, by turns."""
+    from metagrpo.bench.sampler import compare, to_json
+
+    result = compare(model, dtype, batch, new_tokens, rounds)
+    if json is not None:
+        json.write_text(to_json(result) + "\n")
+    typer.echo(
+        f"{model} {dtype}, batch {batch}, {new_tokens} new tokens, {result['threads']} threads: native "
+        f"{result['tok_s']['native']:.0f} tok/s, generate {result['tok_s']['generate']:.0f} tok/s, "
+        f"ratio {result['ratio']:.2f}"
+    )

@@ -1,6 +1,6 @@
 """The native sampler beside ``model.generate``: same model, prompts, dtype and length, in one run, by turns.
 
-``python -m metagrpo.bench.sampler`` prints tokens per second of both and their ratio.
+``metagrpo bench sampler`` prints tokens per second of both and their ratio.
 """
 
 from __future__ import annotations
@@ -9,14 +9,11 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from metagrpo.trainer.allocator import keep_freed_memory
 from metagrpo.trainer.config import DataConfig, ModelConfig
 from metagrpo.trainer.data.prompts import build_prompts
 from metagrpo.trainer.data.sources import load_rows
@@ -81,25 +78,7 @@ def _generate(
     return lambda: model.generate(**inputs, **options)
 
 
-def main(
-    model: str = "smollm2",
-    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
-    batch: int = 32,
-    new_tokens: int = 128,
-    rounds: int = 5,
-    output: Annotated[Path | None, typer.Option(help="Write JSON here.")] = None,
-) -> None:
-    """Tokens per second of the native sampler and of ``model.generate``."""
-    keep_freed_memory()
-    result = compare(model, dtype, batch, new_tokens, rounds)
-    print(
-        f"{model} {dtype}, batch {batch}, {new_tokens} new tokens, {result['threads']} threads: native "
-        f"{result['tok_s']['native']:.0f} tok/s, generate {result['tok_s']['generate']:.0f} tok/s, "
-        f"ratio {result['ratio']:.2f}"
-    )
-    if output:
-        output.write_text(json.dumps(result, indent=2) + "\n")
-
-
-if __name__ == "__main__":
-    typer.run(main)
+def to_json(result: dict[str, Any]) -> str:
+    """The result with what it was measured on."""
+    machine = {"cpu": torch.backends.cpu.get_cpu_capability(), "torch": torch.__version__}
+    return json.dumps({**result, "machine": machine}, indent=2)

@@ -69,6 +69,7 @@ class LossType:
     aggregation: Aggregation
     importance: Literal["any", "token", "sequence"]
     weighs_itself: bool
+    select: Callable[..., Tensor] | None
     shared: frozenset[str]
     options: dict[str, Any]
 
@@ -82,6 +83,7 @@ def register_loss(
     aggregation: Aggregation = "token_mean",
     importance: Literal["any", "token", "sequence"] = "any",
     weighs_itself: bool = False,
+    select: Callable[..., Tensor] | None = None,
 ) -> Callable[[Callable[..., Terms]], Callable[..., Terms]]:
     """Add a loss: ``function(batch: LossBatch, *, …) -> (terms [M], {metric name: [M]})``.
 
@@ -94,10 +96,15 @@ def register_loss(
         importance: the level of ``batch.ratio`` it is defined for: ``"sequence"`` always gets the sequence ratio,
             ``"token"`` refuses to be asked for it, ``"any"`` gets what the caller asks for.
         weighs_itself: the function uses ``batch.weight`` inside; only token-level corrections are then allowed.
+        select: ``select(logprob [M], advantages [M], *, …) -> bool [M]``, for a loss that treats some tokens of an
+            optimizer step apart. It sees all of the step's tokens, whatever their advantage, and its keyword-only
+            parameters are options of the loss. The function receives the flags of its own tokens as its option
+            ``selected``; see :func:`select_tokens`.
 
     Raises:
         ValueError: the name is taken.
-        TypeError: a parameter that is neither the batch, nor shared, nor keyword-only with a default.
+        TypeError: a parameter that is neither the batch, nor shared, nor keyword-only with a default; or a
+            ``select`` that asks for what is no option, or whose flags the function does not take.
     """
 
     def register(function: Callable[..., Terms]) -> Callable[..., Terms]:
@@ -113,7 +120,11 @@ def register_loss(
                 raise TypeError(f"loss {name!r}: option {parameter.name!r} needs a default")
             else:
                 options[parameter.name] = parameter.default
-        _REGISTRY[name] = LossType(name, function, aggregation, importance, weighs_itself, frozenset(shared), options)
+        if select is not None and not {"selected", *_keywords(select)} <= options.keys():
+            raise TypeError(f"loss {name!r}: its options must hold 'selected' and those of {select.__name__}")
+        _REGISTRY[name] = LossType(
+            name, function, aggregation, importance, weighs_itself, select, frozenset(shared), options
+        )
         return function
 
     return register
@@ -140,6 +151,37 @@ def loss_names() -> tuple[str, ...]:
 def loss_options(name: str) -> dict[str, Any]:
     """The options of a loss and their defaults; raises like :func:`get_loss`."""
     return dict(get_loss(name).options)
+
+
+def select_tokens(loss_type: str, logprob: Tensor, advantages: Tensor, **options: Any) -> Tensor:
+    """The tokens that a loss registered with ``select`` treats apart, chosen once over a whole optimizer step.
+
+    Each micro-batch then gets its part of the flags as the option ``selected`` of :func:`policy_loss`. Left to
+    itself it would choose among its own tokens, and the gradient would depend on how the step is cut.
+
+    Args:
+        loss_type: name in the registry.
+        logprob: log π of the step's trained tokens at the current weights, ``[M]``; no gradient is taken.
+        advantages: ``[M]``.
+        options: of the loss type; those that are missing have their defaults.
+
+    Returns:
+        bool ``[M]``.
+
+    Raises:
+        ValueError: there is no such loss (the nearest is named), or it selects nothing.
+    """
+    loss = get_loss(loss_type)
+    if loss.select is None:
+        raise ValueError(f"the loss type {loss_type!r} selects no tokens")
+    settings = {**loss.options, **options}
+    return loss.select(logprob, advantages, **{name: settings[name] for name in _keywords(loss.select)})
+
+
+def _keywords(function: Callable[..., Any]) -> list[str]:
+    """Names of the keyword-only parameters."""
+    parameters = inspect.signature(function).parameters.values()
+    return [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
 
 
 def token_ratio(log_ratio: Tensor) -> Tensor:
@@ -319,7 +361,39 @@ def _log_complement(logprob: Tensor) -> Tensor:
     return (-torch.expm1(logprob)).clamp(min=torch.finfo(logprob.dtype).tiny).log()
 
 
-@register_loss("clip_cov", importance="token")
+def covariance(logprob: Tensor, advantages: Tensor) -> Tensor:
+    """Each token's part in the batch covariance of log-prob and advantage, ``(log π − mean)(A − mean)``, ``[M]``.
+
+    Its mean over tokens is, to first order, the entropy that a policy gradient step costs (arXiv:2505.22617).
+    """
+    logprob = logprob.detach()
+    return (logprob - logprob.mean()) * (advantages - advantages.mean())
+
+
+def draw_covariance(
+    logprob: Tensor, advantages: Tensor, *, share: float, covariance_low: float, covariance_high: float
+) -> Tensor:
+    """Flags ``[M]`` of tokens, ``share`` of all, drawn at random where :func:`covariance` lies between the bounds.
+
+    The draw is from torch's generator and follows the order of the tokens.
+    """
+    value = covariance(logprob, advantages)
+    eligible = (value > covariance_low) & (value < covariance_high)
+    return eligible & _top(torch.where(eligible, torch.rand_like(value), -1.0), share)
+
+
+def top_covariance(logprob: Tensor, advantages: Tensor, *, share: float) -> Tensor:
+    """Flags ``[M]`` of the ``share`` of tokens of largest :func:`covariance`."""
+    return _top(covariance(logprob, advantages), share)
+
+
+def _top(values: Tensor, share: float) -> Tensor:
+    """Flags ``[M]`` of the largest ``share`` of the values, at least one."""
+    count = min(max(int(share * values.numel()), 1), values.numel())
+    return torch.zeros_like(values, dtype=torch.bool).scatter(0, values.topk(count).indices, True)
+
+
+@register_loss("clip_cov", importance="token", select=draw_covariance)
 def clip_cov(
     batch: LossBatch,
     *,
@@ -338,15 +412,21 @@ def clip_cov(
 
     Args:
         selected: bool ``[M]``, the drawn tokens; ``None`` draws from the tokens of this call. For micro-batches to
-            add up to the whole batch, :func:`draw_covariance` draws once over all of it and each takes its part.
+            add up to the whole batch, :func:`select_tokens` draws once over all of it and each takes its part.
     """
     if selected is None:
-        selected = draw_covariance(batch.logprob, batch.advantages, share, covariance_low, covariance_high)
+        selected = draw_covariance(
+            batch.logprob,
+            batch.advantages,
+            share=share,
+            covariance_low=covariance_low,
+            covariance_high=covariance_high,
+        )
     terms, flags = clipped_surrogate(batch, epsilon=epsilon, epsilon_high=epsilon_high)
     return torch.where(selected, 0.0, terms), {**flags, "cov/selected_mean": selected}
 
 
-@register_loss("kl_cov", importance="token")
+@register_loss("kl_cov", importance="token", select=top_covariance)
 def kl_cov(batch: LossBatch, *, share: float = 2e-4, kl_coef: float = 1.0, selected: Tensor | None = None) -> Terms:
     """KL-Cov: ``l_t = −r_t A_t``, plus ``kl_coef · |x_t|`` for the ``share`` of tokens of largest covariance.
 
@@ -355,36 +435,9 @@ def kl_cov(batch: LossBatch, *, share: float = 2e-4, kl_coef: float = 1.0, selec
 
     Args:
         selected: bool ``[M]``, the tokens to penalise; ``None`` takes them from this call. For micro-batches to add
-            up to the whole batch, :func:`top_covariance` selects once over all of it and each takes its part.
+            up to the whole batch, :func:`select_tokens` selects once over all of it and each takes its part.
     """
     if selected is None:
-        selected = top_covariance(batch.logprob, batch.advantages, share)
+        selected = top_covariance(batch.logprob, batch.advantages, share=share)
     terms = -batch.ratio * batch.advantages + torch.where(selected, kl_coef * batch.log_ratio.abs(), 0.0)
     return terms, {"cov/selected_mean": selected}
-
-
-def covariance(logprob: Tensor, advantages: Tensor) -> Tensor:
-    """Each token's part in the batch covariance of log-prob and advantage, ``(log π − mean)(A − mean)``, ``[M]``.
-
-    Its mean over tokens is, to first order, the entropy that a policy gradient step costs (arXiv:2505.22617).
-    """
-    logprob = logprob.detach()
-    return (logprob - logprob.mean()) * (advantages - advantages.mean())
-
-
-def draw_covariance(logprob: Tensor, advantages: Tensor, share: float, low: float, high: float) -> Tensor:
-    """Flags ``[M]`` of tokens, ``share`` of all, drawn at random where :func:`covariance` lies in ``(low, high)``."""
-    value = covariance(logprob, advantages)
-    eligible = (value > low) & (value < high)
-    return eligible & _top(torch.where(eligible, torch.rand_like(value), -1.0), share)
-
-
-def top_covariance(logprob: Tensor, advantages: Tensor, share: float) -> Tensor:
-    """Flags ``[M]`` of the ``share`` of tokens of largest :func:`covariance`."""
-    return _top(covariance(logprob, advantages), share)
-
-
-def _top(values: Tensor, share: float) -> Tensor:
-    """Flags ``[M]`` of the largest ``share`` of the values, at least one."""
-    count = min(max(int(share * values.numel()), 1), values.numel())
-    return torch.zeros_like(values, dtype=torch.bool).scatter(0, values.topk(count).indices, True)

@@ -14,6 +14,7 @@ from typing import Annotated
 
 import typer
 
+from metagrpo.bench.cli import app as bench_app
 from metagrpo.trainer.errors import ConfigError, MetagrpoError
 from metagrpo.trainer.signals import Interrupted, exit_code
 
@@ -24,6 +25,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(bench_app)
 
 Recipe = Annotated[Path, typer.Argument(help="YAML recipe.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="key.sub=value, values in YAML.", show_default=False)]

@@ -1,4 +1,8 @@
-"""What the commands do, once their arguments are read."""
+"""What the commands do, once their arguments are read.
+
+Torch and transformers take seconds to import, so a command brings them in only once its configuration holds: a
+mistyped key is reported at once.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +14,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from metagrpo.trainer.adapters import export_model, load_adapter
-from metagrpo.trainer.checkpoint import checkpoint_at
 from metagrpo.trainer.config import dump_config, load_config
 from metagrpo.trainer.errors import ConfigError
-from metagrpo.trainer.loop import Trainer
-from metagrpo.trainer.methods.base import Context
-from metagrpo.trainer.perf import StepTimer
-from metagrpo.trainer.report import write_report
-from metagrpo.trainer.rewards import RewardPool
-from metagrpo.trainer.rollout.native import NativeSampler
 from metagrpo.trainer.rundir import RunDirectory, disk_errors, read_jsonl, write_text
-from metagrpo.trainer.setup import load_policy, load_workload
 from metagrpo.trainer.signals import exit_code
 
 
@@ -30,6 +25,10 @@ def train(recipe: Path, overrides: list[str], *, resume: bool, overwrite: bool, 
     config = load_config(recipe, overrides)
     path = config.train.output_dir
     RunDirectory.check(path, resume=resume, overwrite=overwrite)
+
+    from metagrpo.trainer.loop import Trainer
+    from metagrpo.trainer.setup import load_workload
+
     workload = load_workload(config)
     if dry_run:
         print(dump_config(config), end="")
@@ -54,14 +53,22 @@ def train(recipe: Path, overrides: list[str], *, resume: bool, overwrite: bool, 
 
 def evaluate(source: Path, overrides: list[str], *, step: int | None, output: Path | None) -> None:
     """Evaluate a run's checkpoint or a recipe's model, and print a table."""
-    from metagrpo.trainer.evaluation import evaluate as run_evaluation
-
     run = RunDirectory(source) if source.is_dir() else None
     config = load_config(run.config if run else source, overrides)
     if config.eval.data is None:
         raise ConfigError("eval.data is not set: there is nothing to evaluate on")
     if run is None and step is not None:
         raise ConfigError("--step needs a run's directory")
+
+    from metagrpo.trainer.adapters import load_adapter
+    from metagrpo.trainer.checkpoint import checkpoint_at
+    from metagrpo.trainer.evaluation import evaluate as run_evaluation
+    from metagrpo.trainer.methods.base import Context
+    from metagrpo.trainer.perf import StepTimer
+    from metagrpo.trainer.rewards import RewardPool
+    from metagrpo.trainer.rollout.native import NativeSampler
+    from metagrpo.trainer.setup import load_policy, load_workload
+
     checkpoint = checkpoint_at(run.checkpoints, step) if run else None
     workload = load_workload(config)
     policy = load_policy(config, weights=None if config.lora.enabled else checkpoint)
@@ -100,6 +107,10 @@ def export(run_path: Path, output: Path, *, step: int | None, merge: bool) -> No
     if not run.config.exists():
         raise ConfigError(f"{run_path} is no run: it has no config.yaml")
     config = load_config(run.config, [])
+
+    from metagrpo.trainer.adapters import export_model
+    from metagrpo.trainer.checkpoint import checkpoint_at
+
     checkpoint = checkpoint_at(run.checkpoints, step)
     temporary = output.with_name(f".tmp-{output.name}")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -114,6 +125,8 @@ def export(run_path: Path, output: Path, *, step: int | None, merge: bool) -> No
 
 def _closing_lines(run: RunDirectory) -> None:
     """What a run came to: accuracy before and after, rate, plots."""
+    from metagrpo.trainer.report import write_report
+
     plots = write_report(run.path)
     evaluations = read_jsonl(run.eval / "eval.jsonl")
     if len(evaluations) > 1:

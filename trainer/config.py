@@ -230,7 +230,8 @@ class TrainConfig(Section):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
     skip_zero_advantage: bool = True
-    """Samples without a gradient stay in the denominator and skip the model."""
+    """Samples without a gradient stay in the denominator and skip the model; clip_cov and kl_cov, whose statistics
+    need every sample, skip none."""
     seed: int = 0
     """Decides data order, sampling and dropout."""
 

@@ -104,7 +104,7 @@ SECTIONS: dict[str, dict[str, MetricSpec]] = {
         "cov/selected_mean": MetricSpec(
             "share of tokens", "loss types clip_cov and kl_cov: trained tokens that were selected by their "
             "covariance ÷ trained tokens", "the share that was asked for",
-            "above it: micro-batches are small, and each selects one token at least"),
+            "above it: a step of so few tokens that the one selected at least is more"),
     },
     "Sampler against trainer": {
         "mismatch_kl": MetricSpec(

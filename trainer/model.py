@@ -28,6 +28,7 @@ from metagrpo.trainer.config import LoraSection, ModelConfig
 from metagrpo.trainer.errors import ConfigError
 from metagrpo.trainer.packing import MicroBatch, TokenTree, build_tree
 from metagrpo.trainer.pretrained import resolve_model
+from metagrpo.trainer.upcast import multiplies_natively, upcast_linears
 
 ADAPTER = "default"  # the name under which PEFT saves an adapter at the top of a directory
 
@@ -233,6 +234,8 @@ def load_base(config: ModelConfig) -> PreTrainedModel:
         raise ConfigError(f"model.path: cannot load {config.path}: {first_line(error)}") from error
     if config.liger_kernel:
         _apply_liger(model)
+    if not multiplies_natively(model.dtype, device):
+        upcast_linears(model)
     placed: Any = model  # its `to` is wrapped in a way that hides its signature
     return placed.to(device)
 
@@ -283,8 +286,7 @@ def choose_dtype(config: ModelConfig) -> torch.dtype:
     """``auto`` is bfloat16 on a GPU and on a CPU that multiplies it natively; elsewhere a bfloat16 GEMM crawls."""
     if config.dtype != "auto":
         return getattr(torch, config.dtype)
-    native = choose_device(config.device).type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return torch.bfloat16 if native else torch.float32
+    return torch.bfloat16 if multiplies_natively(torch.bfloat16, choose_device(config.device)) else torch.float32
 
 
 def first_line(error: BaseException) -> str:

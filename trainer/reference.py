@@ -12,9 +12,7 @@ from metagrpo.trainer.config import Config, DataSource, RewardFunction, Section
 
 def config_markdown() -> str:
     """``docs/config.md``: a table a section, with each field's type, default and docstring."""
-    sections: list[tuple[str, type[Section]]] = [
-        (name, annotation) for name, field in Config.model_fields.items() if (annotation := field.annotation)
-    ]
+    sections: list[tuple[str, Any]] = [(name, field.annotation) for name, field in Config.model_fields.items()]
     sections += [("reward.functions[]", RewardFunction), ("eval.data", DataSource)]
     parts = [
         "# Configuration\n\n"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from metagrpo.kernels import policy_loss
 from metagrpo.trainer.config import Config, DataConfig
@@ -132,5 +132,14 @@ def load_policy(config: Config, weights: Path | None = None) -> Policy:
     base = load_base(source)
     model = add_lora(base, config.lora) if config.lora.enabled else base
     if config.train.gradient_checkpointing:
-        base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        recompute_activations(base)
     return Policy(model, config.model.attention, shares_prefixes=config.rollout.num_generations > 1)
+
+
+def recompute_activations(base: PreTrainedModel) -> None:
+    """Keep each layer's input alone and compute the rest of it again in the backward pass."""
+    settings = {"use_reentrant": False}
+    if hasattr(base, "activation_checkpointing_enable"):
+        base.activation_checkpointing_enable(activation_checkpointing_kwargs=settings)
+    else:  # transformers before 5.24
+        base.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from metagrpo.kernels import policy_loss
+from metagrpo.kernels.loss_types import get_loss, select_tokens
 from metagrpo.kernels.losses import loss_normalizer, mean_metrics, merge_metrics
 from metagrpo.trainer.config import Config, LossConfig
 from metagrpo.trainer.model import Policy
@@ -48,6 +49,7 @@ class _Batch:
     rollout_logprob: Tensor
     old_logprob: Tensor | None = None
     ref_logprob: Tensor | None = None
+    selected: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -55,7 +57,9 @@ class _Minibatch:
     """The samples of one optimizer step."""
 
     normalizer: Tensor
-    batches: list[_Batch] = field(default_factory=list)
+    batches: list[_Batch]
+    places: Tensor
+    """int64 ``[M]``: where the tokens of the samples, in the samples' order, lie in the micro-batches' order."""
 
 
 class Updater:
@@ -71,6 +75,7 @@ class Updater:
         self.policy = policy
         self.optimizer = optimizer
         self.config = config
+        self.selects = get_loss(config.loss.loss_type).select is not None
 
     def update(self, samples: Sequence[Sample], step: int, timer: StepTimer) -> Update:
         """Take ``num_iterations · minibatches`` optimizer steps on the samples of step ``step``, counted from 1.
@@ -86,9 +91,12 @@ class Updater:
         sums: dict[str, Tensor] = {}
         losses, norms, rate = [], [], 0.0
         updates = train.num_iterations * train.minibatches
-        self.policy.model.train()
         for index in range(updates):
             minibatch = minibatches[index % train.minibatches]
+            if self.selects and minibatch.batches:
+                with timer.phase("logprobs"):
+                    self._select(minibatch, counts)
+            self.policy.model.train()
             with timer.phase("train"):
                 self.optimizer.zero_grad()
                 loss = torch.zeros((), device=self.policy.device)
@@ -115,27 +123,36 @@ class Updater:
     def _minibatch(self, samples: Sequence[Sample]) -> _Minibatch:
         """Pack the samples of one optimizer step; its denominator counts all of them, trained through or not."""
         device = self.policy.device
-        lengths = torch.tensor([sample.num_trained for sample in samples])
+        lengths = torch.tensor([sample.num_trained for sample in samples], dtype=torch.int64)
         normalizer = loss_normalizer(
             self.config.loss.loss_type,
             lengths,
             max_completion_length=self.config.rollout.max_completion_length,
         )
-        minibatch = _Minibatch(normalizer.to(device))
-        passing = [sample for sample in samples if self._has_gradient(sample)]
-        for packed in micro_batches(passing, self.config.train.token_budget, self.policy.shares_prefixes):
-            minibatch.batches.append(
-                _Batch(
-                    packed=packed.to(device),
-                    advantages=_flat([sample.advantages() for sample in packed.samples], device),
-                    rollout_logprob=_flat([sample.logprobs for sample in packed.samples], device),
-                )
+        passing = [sample for sample in samples if self._passes(sample)]
+        batches = [
+            _Batch(
+                packed=packed.to(device),
+                advantages=_flat([sample.advantages() for sample in packed.samples], device),
+                rollout_logprob=_flat([sample.logprobs for sample in packed.samples], device),
             )
-        return minibatch
+            for packed in micro_batches(passing, self.config.train.token_budget, self.policy.shares_prefixes)
+        ]
+        order = {sample.id: index for index, sample in enumerate(samples)}
+        owners = torch.tensor(
+            [order[sample.id] for batch in batches for sample in batch.packed.samples], dtype=torch.int64
+        )
+        places = owners.repeat_interleave(lengths[owners]).argsort(stable=True)
+        return _Minibatch(normalizer.to(device), batches, places.to(device))
 
-    def _has_gradient(self, sample: Sample) -> bool:
+    def _passes(self, sample: Sample) -> bool:
+        """Whether a sample passes the model; without an advantage it may have nothing to add to the gradient.
+
+        A loss that selects tokens looks at all of them, and its term on a selected one need not vanish with the
+        advantage, so there every sample passes.
+        """
         loss = self.config.loss
-        if not self.config.train.skip_zero_advantage or loss.beta > 0 or loss.entropy_coef != 0:
+        if not self.config.train.skip_zero_advantage or loss.beta > 0 or loss.entropy_coef != 0 or self.selects:
             return True
         return any(sample.advantages())
 
@@ -147,15 +164,40 @@ class Updater:
         self.policy.model.eval()
         for batch in (batch for minibatch in minibatches for batch in minibatch.batches):
             if several:
-                batch.old_logprob, _ = self.policy.logprobs(batch.packed, self.config.rollout.temperature)
-                counts.scored += batch.packed.tree.size
+                batch.old_logprob = self._logprob(batch, counts)
             if loss.beta > 0:
                 with self.policy.using(None):
-                    batch.ref_logprob, _ = self.policy.logprobs(batch.packed, self.config.rollout.temperature)
-                counts.scored += batch.packed.tree.size
+                    batch.ref_logprob = self._logprob(batch, counts)
+
+    @torch.no_grad()
+    def _select(self, minibatch: _Minibatch, counts: Counts) -> None:
+        """Let the loss choose its tokens at the current weights, once over all tokens of the optimizer step.
+
+        It sees them in the order of the samples, which the packing does not change, so a random choice is the same
+        however the samples are cut.
+        """
+        self.policy.model.eval()
+        batches, places = minibatch.batches, minibatch.places
+        logprob = torch.cat([self._logprob(batch, counts) for batch in batches])[places]
+        advantages = torch.cat([batch.advantages for batch in batches])[places]
+        options = cast(dict[str, Any], self.config.loss.options)
+        chosen = select_tokens(self.config.loss.loss_type, logprob, advantages, **options)
+        selected = torch.empty_like(chosen)
+        selected[places] = chosen
+        parts = selected.split([batch.advantages.numel() for batch in batches])
+        for batch, part in zip(batches, parts, strict=True):
+            batch.selected = part
+
+    def _logprob(self, batch: _Batch, counts: Counts) -> Tensor:
+        """Log-probs of a micro-batch's trained tokens in a pass without a gradient, ``[M]``."""
+        counts.scored += batch.packed.tree.size
+        return self.policy.logprobs(batch.packed, self.config.rollout.temperature)[0]
 
     def _loss(self, batch: _Batch, normalizer: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         logprob, entropy = self.policy.logprobs(batch.packed, self.config.rollout.temperature, with_entropy=True)
+        options = cast(dict[str, Any], self.config.loss.options)
+        if batch.selected is not None:
+            options = {**options, "selected": batch.selected}
         return policy_loss(
             logprob,
             batch.advantages,
@@ -166,7 +208,7 @@ class Updater:
             rollout_logprob=batch.rollout_logprob,
             entropy=entropy,
             **loss_settings(self.config.loss),
-            **cast(dict[str, Any], self.config.loss.options),
+            **options,
         )
 
 

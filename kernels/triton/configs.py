@@ -101,7 +101,7 @@ _TABLE: dict[str, dict[tuple[str, int], Config]] = {
         ("sm_90", 4): _tile(128, 64, 32, 8, 3, _FP32, SPAN=1024),
         ("sm_100", 4): _tile(128, 64, 32, 8, 3, _FP32, SPAN=1024),
         ("gfx942", 4): _tile(128, 64, 32, 8, 2, SPAN=1024),
-        (INTERPRETER, 0): _tile(32, 64, 32, 4, 2, SPAN=128),
+        (INTERPRETER, 0): _tile(128, 128, 32, 4, 2, SPAN=256),
     },
     "linear_logprob_dlogits": {
         ("sm_80", 2): _tile(128, 128, 64, 8, 3),
@@ -112,7 +112,7 @@ _TABLE: dict[str, dict[tuple[str, int], Config]] = {
         ("sm_90", 4): _tile(128, 64, 32, 8, 3, _FP32),
         ("sm_100", 4): _tile(128, 64, 32, 8, 3, _FP32),
         ("gfx942", 4): _tile(128, 64, 32, 8, 2),
-        (INTERPRETER, 0): _tile(32, 64, 32, 4, 2),
+        (INTERPRETER, 0): _tile(128, 128, 32, 4, 2),
     },
     "linear_logprob_product": {
         ("sm_80", 2): _tile(128, 128, 64, 8, 3),
@@ -123,6 +123,6 @@ _TABLE: dict[str, dict[tuple[str, int], Config]] = {
         ("sm_90", 4): _tile(128, 64, 32, 8, 3, _FP32),
         ("sm_100", 4): _tile(128, 64, 32, 8, 3, _FP32),
         ("gfx942", 4): _tile(128, 64, 32, 8, 2),
-        (INTERPRETER, 0): _tile(32, 64, 32, 4, 2),
+        (INTERPRETER, 0): _tile(128, 64, 128, 4, 2),
     },
 }

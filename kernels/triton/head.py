@@ -5,11 +5,11 @@ second kernel merges the spans. Backward: logits are multiplied out again and le
 in the operands' dtype, a tile of at most ROWS × COLUMNS at a time; products of that tile with the weight and with the
 hidden states add up in fp32.
 
-Why not library GEMMs on chunks of fp32 logits, as the torch reference has it? The forward would write and read 8 bytes
-a logit for the 2H FLOPs that make it: on an H100, at H = 1024, nearly as long as the product itself. And a library
-picks its kernel, and with it the order of a sum, by the number of rows: a row's gradient would depend on the batch
-around it. Why is dH not summed where its logits' gradient lies in registers? A program would need [BLOCK_M, H] sums
-there, or atomic additions, whose order no two runs share.
+Why not library GEMMs on chunks of fp32 logits, as the torch reference has it? The forward would move 8 bytes a logit
+for the 2H FLOPs that make it: by an H100's peaks, at H = 1024, as long as the product itself. And a library picks its
+kernel, and with it the order of a sum, by the number of rows: a row's gradient would depend on the batch around it.
+Why is dH not summed where its logits' gradient lies in registers? A program would need [BLOCK_M, H] sums there, or
+atomic additions, whose order no two runs share.
 
 All offsets are 64 bits wide; no result depends on the number of rows; there are no atomics.
 """
@@ -72,9 +72,7 @@ def logits_tile(
     b_row = weight + column[None, :] * weight_row
     for first in range(0, width, BLOCK_K):
         k = (first + tl.arange(0, BLOCK_K)).to(tl.int64)
-        a = tl.load(
-            a_row + k[None, :] * hidden_column, mask=(row[:, None] >= 0) & (k[None, :] < width), other=0.0
-        )
+        a = tl.load(a_row + k[None, :] * hidden_column, mask=(row[:, None] >= 0) & (k[None, :] < width), other=0.0)
         b = tl.load(
             b_row + k[:, None] * weight_column, mask=(column[None, :] < vocab) & (k[:, None] < width), other=0.0
         )
@@ -166,7 +164,7 @@ def linear_logprob_combine_kernel(
     moment = tl.zeros((BLOCK,), tl.float32)
     found = tl.zeros((BLOCK,), tl.float32)
     stride = padded.to(tl.int64) * spans
-    for span in range(0, spans):
+    for span in range(spans):
         part = parts + padded.to(tl.int64) * span + m
         part_moment = moment
         if ENTROPY:
@@ -217,8 +215,8 @@ def linear_logprob_dlogits_kernel(
     GROUP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """``dlogits [tiles · BLOCK_M, columns]`` of the vocabulary from ``begin`` on, 0 in ignored rows; for the bias also
-    its ``column_sums [tiles, columns]``, not rounded."""
+    """``dlogits [tiles · BLOCK_M, columns]`` of the vocabulary from ``begin`` on, 0 in ignored rows; for the bias
+    also its ``column_sums [tiles, columns]``, not rounded."""
     tile, block = tile_of(tl.program_id(0), tiles, tl.cdiv(columns, BLOCK_N), GROUP)
     m = tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     row = tl.load(index + m)
@@ -271,8 +269,8 @@ def linear_logprob_product_kernel(
     GROUP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """``out [height, width] += left [height, depth] @ right[index]``; an index of −1 is a row of zeros, and without an
-    index ``right`` is ``[depth, width]`` as it lies."""
+    """``out [height, width] += left [height, depth] @ right[index]``; an index of −1 is a row of zeros, and without
+    an index ``right`` is ``[depth, width]`` as it lies."""
     tile, block = tile_of(tl.program_id(0), tl.cdiv(height, BLOCK_M), tl.cdiv(width, BLOCK_N), GROUP)
     m = tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = block.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -135,9 +135,7 @@ def token_logprob_forward(
             None if entropy is None else entropy[span],
             top[span],
             log_sum[span],
-            plane.shape[1],
-            *plane.stride(),
-            plane.shape[2],
+            *_layout(plane),
             softcap,
             PER_ROW=isinstance(temperature, Tensor),
             ENTROPY=with_entropy,
@@ -165,9 +163,7 @@ def token_logprob_backward(
             temperature[span] if isinstance(temperature, Tensor) else temperature,
             *row,
             flat[span],
-            plane.shape[1],
-            *plane.stride(),
-            plane.shape[2],
+            *_layout(plane),
             softcap,
             PER_ROW=isinstance(temperature, Tensor),
         )
@@ -185,6 +181,13 @@ def _planes(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
         stop = start + plane.shape[0] * plane.shape[1]
         yield slice(start, stop), plane
         start = stop
+
+
+def _layout(plane: Tensor) -> tuple[int, int, int, int, int]:
+    """Inner count, strides and vocabulary. The stride of a lone outer index is 0, not a number that varies with the
+    rows, whose divisibility Triton would compile for."""
+    outer_stride = plane.stride(0) if plane.shape[0] > 1 else 0
+    return plane.shape[1], outer_stride, plane.stride(1), plane.stride(2), plane.shape[2]
 
 
 def _views(logits: Tensor) -> list[Tensor]:

@@ -1,8 +1,8 @@
 """``sample_tokens`` in Triton: one program draws a row's token by inversion of its cumulative distribution.
 
-Three passes over the row, which stays in the L2 cache after the first: its maximum, its weight, and the block in which
-the cumulative weight passes the threshold; then one block more for the token. Weights are fp32, their sums fp64, so
-that the draw differs from the torch reference's only where its fp32 block sums round.
+Three passes over the row, which stays in the L2 cache after the first: its maximum, its weight, and the block in
+which the cumulative weight passes the threshold; then one block more for the token. Weights are fp32, their sums
+fp64, so that the draw differs from the torch reference's only where its fp32 block sums round.
 """
 
 from __future__ import annotations

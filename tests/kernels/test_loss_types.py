@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from metagrpo.kernels.loss_types import _REGISTRY, covariance, get_loss, top_covariance
+from metagrpo.kernels.loss_types import _REGISTRY, covariance, get_loss, select_tokens, top_covariance
 from metagrpo.kernels.losses import loss_names, loss_normalizer, loss_options, policy_loss, register_loss
 
 from . import loss_oracle as oracle
@@ -296,7 +296,32 @@ def test_bad_registrations_are_refused(registry):
         @register_loss("positional")
         def positional(batch, option=1.0): ...
 
+    with pytest.raises(TypeError, match="its options must hold 'selected'"):
+
+        @register_loss("flags_for_nobody", select=top_covariance)
+        def flags_for_nobody(batch, *, share=0.1): ...
+
+    with pytest.raises(TypeError, match="and those of top_covariance"):
+
+        @register_loss("no_share", select=top_covariance)
+        def no_share(batch, *, selected=None): ...
+
     assert set(loss_names()) == set(LOSSES)
+
+
+def test_which_losses_select_tokens():
+    assert {name for name in LOSSES if get_loss(name).select} == {"clip_cov", "kl_cov"}
+    with pytest.raises(ValueError, match="'dapo' selects no tokens"):
+        select_tokens("dapo", tensor([-1.0]), tensor([1.0]))
+
+
+def test_select_tokens_has_the_loss_s_options_and_defaults():
+    logprob, advantages = tensor([-3.0, -2.0, -1.0, -2.0]), tensor([1.0, -1.0, 1.0, -1.0])  # covariances −1, 0, 1, 0
+    assert select_tokens("kl_cov", logprob, advantages).tolist() == [False, False, True, False]
+    assert select_tokens("kl_cov", logprob, advantages, share=1.0, kl_coef=2.0).all()
+    drawn = select_tokens("clip_cov", logprob, advantages, share=1.0, covariance_low=-0.5)
+    assert drawn.tolist() == [False, True, True, True]
+    assert not select_tokens("clip_cov", logprob, advantages, share=1.0).any()  # none lies between 1 and 5
 
 
 def test_default_level_of_each_type():
@@ -306,7 +331,7 @@ def test_default_level_of_each_type():
 def test_a_selection_over_the_whole_batch_makes_micro_batches_add_up():
     case = oracle.make_case(19, [3, 5, 4])
     logprob, advantages, ids = tensor(case.logprob), tensor(case.advantages), torch.tensor(case.ids)
-    selected = top_covariance(logprob, advantages, 0.25)
+    selected = select_tokens("kl_cov", logprob, advantages, share=0.25)
     ranked = covariance(logprob, advantages).sort(descending=True).indices
     assert set(selected.nonzero().flatten().tolist()) == set(ranked[:3].tolist())
 

@@ -7,6 +7,8 @@ import importlib.util
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +24,7 @@ from metagrpo.trainer.errors import RunError
 from metagrpo.trainer.loop import Trainer
 from metagrpo.trainer.rundir import read_jsonl
 
-from .tiny_run import metagrpo, write_problems, write_recipe
+from .tiny_run import environment, metagrpo, write_problems, write_recipe
 
 
 @dataclass
@@ -244,6 +246,21 @@ def test_the_real_command_prints_one_line(place: Place) -> None:
     assert result.returncode == 2 and result.stdout == ""
     assert result.stderr == ("config error: unknown key train.learning_rat, did you mean train.learning_rate?\n")
     assert not place.output.exists()
+
+
+@pytest.mark.parametrize("arguments", [["train"], ["eval"], ["train", "--resume"]], ids=" ".join)
+def test_a_mistyped_key_is_reported_before_the_libraries_are_imported(place: Place, arguments: list[str]) -> None:
+    place.write(train__learning_rat=1)
+    program = (
+        "import sys\n"
+        "from typer.testing import CliRunner\n"
+        "from metagrpo.trainer.cli import app\n"
+        "result = CliRunner().invoke(app, sys.argv[1:])\n"
+        "print(result.exit_code, *sorted({'torch', 'transformers', 'peft', 'datasets'} & sys.modules.keys()))\n"
+    )
+    command = [sys.executable, "-c", program, *arguments, str(place.recipe)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment())
+    assert (result.stdout, result.stderr) == ("2\n", "")
 
 
 def test_with_debug_it_is_the_trace(place: Place) -> None:

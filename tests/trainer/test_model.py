@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from metagrpo.trainer.errors import ConfigError
 from metagrpo.trainer.model import Policy, add_lora, choose_device, choose_dtype, load_base, load_tokenizer
 from metagrpo.trainer.packing import build_tree, micro_batches
 from metagrpo.trainer.sample import Sample
+from metagrpo.trainer.setup import recompute_activations
 
 from .tiny import (
     CONFIGS,
@@ -110,13 +113,23 @@ def test_packed_without_sharing_is_alone(shape: str) -> None:
     assert_same(gradient, expected_gradients)
 
 
+@pytest.mark.parametrize("name", ["gradient_checkpointing", "activation_checkpointing"])
+def test_activations_are_recomputed_under_the_name_that_this_transformers_has(name: str) -> None:
+    calls: list[dict[str, Any]] = []
+    base: Any = SimpleNamespace(**{f"{name}_enable": lambda **arguments: calls.append(arguments)})
+    recompute_activations(base)
+    assert calls == [{f"{name}_kwargs": {"use_reentrant": False}}]
+
+
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("shape", ["llama", "qwen2", "gemma2"])
 def test_gradient_checkpointing_changes_nothing(shape: str, lora: bool) -> None:
     samples = all_samples()
     expected_logprobs, expected_gradients = alone(plain_model(shape, lora=lora), samples)
     policy = tiny_policy(shape, lora=lora)
-    policy.base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of a name that transformers has renamed
+        recompute_activations(policy.base)
     policy.model.train()  # it is off in evaluation
     forwards: list[int] = []
     layer: nn.Module = policy.decoder.layers[0].self_attn

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from metagrpo.kernels.losses import loss_names
 from metagrpo.trainer.config import Config
 from metagrpo.trainer.errors import RunError
 from metagrpo.trainer.model import Policy
@@ -19,6 +20,7 @@ from metagrpo.trainer.perf import StepTimer
 from metagrpo.trainer.rollout.native import NativeSampler
 from metagrpo.trainer.rollout.protocol import Request
 from metagrpo.trainer.sample import Sample
+from metagrpo.trainer.setup import recompute_activations
 from metagrpo.trainer.update import Update, Updater, split_groups
 
 from .tiny import (
@@ -50,6 +52,23 @@ class Still(Optimizer):
         return 0.0, 0.0
 
 
+class Wandering(Still):
+    """Writes down each update's gradient and moves the weights, by the same noise whatever the gradient is."""
+
+    @torch.no_grad()
+    def step(self, update: int) -> tuple[float, float]:
+        wander(list(self._masters.values()), update)
+        return super().step(update)
+
+
+@torch.no_grad()
+def wander(weights: list[nn.Parameter], update: int) -> None:
+    """Add the noise of that update."""
+    generator = torch.Generator().manual_seed(update)
+    for weight in weights:
+        weight += 0.02 * torch.randn(weight.shape, generator=generator)
+
+
 def train(policy: Policy, samples: list[Sample], config: Config, step: int = 1) -> Update:
     """An update that moves the weights."""
     updates = config.train.steps * config.train.num_iterations * config.train.minibatches
@@ -57,9 +76,11 @@ def train(policy: Policy, samples: list[Sample], config: Config, step: int = 1) 
     return updater.update(samples, step, StepTimer(policy.device))
 
 
-def gradients(policy: Policy, samples: list[Sample], config: Config) -> tuple[list[dict[str, Tensor]], Update]:
-    """The gradient of each optimizer step, all at the same weights, and the report."""
-    optimizer = Still(policy.trainable(), config.train, 1)
+def gradients(
+    policy: Policy, samples: list[Sample], config: Config, optimizer_class: type[Still] = Still
+) -> tuple[list[dict[str, Tensor]], Update]:
+    """The gradient of each optimizer step, and the report; :class:`Still` has all of them at the same weights."""
+    optimizer = optimizer_class(policy.trainable(), config.train, 1)
     update = Updater(policy, optimizer, config).update(samples, 1, StepTimer(policy.device))
     return optimizer.gradients, update
 
@@ -131,7 +152,7 @@ def test_the_gradient_under_gradient_checkpointing(shape: str) -> None:
     samples = group_batch(model)
     _, expected = formula(model, samples, count_trained(samples))
     policy = tiny_policy(shape, lora=True)
-    policy.base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    recompute_activations(policy.base)
     (gradient,), _ = gradients(policy, samples, config_of(train={"token_budget": 60}))
     assert_same(gradient, expected)
 
@@ -189,6 +210,108 @@ def test_gradients_of_minibatches_add_up() -> None:
     first, second = parts
     total = {name: (first[name] * counts[0] + second[name] * counts[1]) / sum(counts) for name in whole}
     assert_same(total, whole)
+
+
+# So that a few of the tokens are selected, and neither all nor none can be.
+SELECTIONS: dict[str, dict[str, float]] = {
+    "clip_cov": {"share": 0.05, "covariance_low": 0.1, "covariance_high": 5.0},
+    "kl_cov": {"share": 0.1},
+}
+
+
+@pytest.mark.parametrize("loss_type", loss_names())
+def test_no_loss_depends_on_how_samples_are_cut(loss_type: str) -> None:
+    """Two iterations over two minibatches, so on policy and off, in one micro-batch each, two, one a sample."""
+    samples = group_batch(plain_model("llama"))
+    for sample in samples[2:5]:
+        sample.advantage = 0.0
+    random.Random(0).shuffle(samples)
+    expected: list[dict[str, Tensor]] = []
+    passes = []
+    for budget, shares in ((10**6, True), (40, True), (1, True), (10**6, False), (40, False)):
+        config = config_of(
+            loss={"loss_type": loss_type, "options": SELECTIONS.get(loss_type, {})},
+            train={"prompts_per_step": 4, "num_iterations": 2, "minibatches": 2, "token_budget": budget},
+        )
+        policy = tiny_policy("llama", shares=shares)
+        passes.append(count_forwards(policy))
+        torch.manual_seed(3)
+        found, _ = gradients(policy, samples, config, Wandering)
+        assert len(found) == 4
+        expected = expected or found
+        for one, other in zip(found, expected, strict=True):
+            assert_same(one, other)
+    assert len(passes[0]) < len(passes[1]) < len(passes[2])
+
+
+def count_forwards(policy: Policy) -> list[int]:
+    """A list that grows by one at each pass through the model."""
+    forwards: list[int] = []
+    layer: nn.Module = policy.decoder.layers[0]
+    layer.register_forward_hook(lambda *_: forwards.append(1))
+    return forwards
+
+
+@pytest.mark.parametrize("budget", [10**6, 60, 1])
+@pytest.mark.parametrize("loss_type", ["clip_cov", "kl_cov"])
+def test_tokens_are_selected_over_the_whole_step_at_the_current_weights(loss_type: str, budget: int) -> None:
+    """Both iterations by the formula in float64; a sample without an advantage belongs to the statistic."""
+    share, low, high, kl_coef = 0.3, 0.1, 2.0, 0.7
+    model = plain_model("llama")
+    samples = group_batch(model)
+    for sample in samples[2:5]:
+        sample.advantage = 0.0
+    old = {sample.id: plain_logprobs(model, sample, TEMPERATURE).detach() for sample in samples}
+    advantages = torch.tensor([a for sample in samples for a in sample.advantages()], dtype=torch.float64)
+    rollout = torch.tensor([value for sample in samples for value in sample.logprobs], dtype=torch.float64)
+    before = torch.cat(list(old.values()))
+    weight = (before - rollout).exp().clamp(max=2.0)
+    expected, chosen = [], []
+    for iteration in range(2):
+        model.zero_grad()
+        logprob = torch.cat([plain_logprobs(model, sample, TEMPERATURE) for sample in samples])
+        x = logprob - before
+        value = (logprob.detach() - logprob.detach().mean()) * (advantages - advantages.mean())
+        if loss_type == "clip_cov":  # a share of 1 draws every token between the bounds
+            selected = (value > low) & (value < high)
+            terms = -torch.minimum(x.exp() * advantages, x.exp().clamp(0.8, 1.28) * advantages)
+            terms = torch.where(selected, 0.0, terms)
+        else:
+            selected = value >= value.sort(descending=True).values[int(share * len(value)) - 1]
+            terms = -x.exp() * advantages + kl_coef * torch.where(selected, x.abs(), 0.0)
+        ((weight * terms).sum() / len(terms)).backward()
+        expected.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        chosen.append(selected)
+        wander(list(model.parameters()), iteration)
+    assert not torch.equal(*chosen) and all(0 < selected.sum() < len(selected) / 2 for selected in chosen)
+    if loss_type == "kl_cov":
+        assert (chosen[1] & (advantages == 0)).any()  # such a token has a gradient: it is pulled back to π_old
+
+    options = {
+        "clip_cov": {"share": 1.0, "covariance_low": low, "covariance_high": high},
+        "kl_cov": {"share": share, "kl_coef": kl_coef},
+    }
+    config = config_of(
+        loss={"loss_type": loss_type, "options": options[loss_type]},
+        train={"num_iterations": 2, "token_budget": budget},
+    )
+    found, update = gradients(tiny_policy("llama"), samples, config, Wandering)
+    for one, other in zip(found, expected, strict=True):
+        assert_same(one, other)
+    assert update.metrics["cov/selected_mean"] == pytest.approx(torch.cat(chosen).double().mean().item(), rel=1e-6)
+
+
+def test_tokens_are_drawn_by_the_seed_of_the_step() -> None:
+    samples = group_batch(plain_model("llama"))
+    config = config_of(loss={"loss_type": "clip_cov", "options": SELECTIONS["clip_cov"]}, train={"token_budget": 60})
+    found = []
+    for seed in (1, 1, 2):
+        policy = tiny_policy("llama")
+        torch.manual_seed(seed)
+        (gradient,), _ = gradients(policy, samples, config)
+        found.append(torch.cat([value.flatten() for value in gradient.values()]))
+    assert torch.equal(found[0], found[1])
+    assert relative_error(found[2], found[0]) > 0.01
 
 
 def test_groups_are_not_torn() -> None:
@@ -395,6 +518,10 @@ def test_what_is_counted() -> None:
     # cost a pass each.
     _, update = gradients(tiny_policy("llama", lora=True), samples, config)
     assert (update.counts.trained, update.counts.forwarded, update.counts.scored) == (3 * 25, 3 * 25, 2 * 25)
+    # A loss that selects tokens looks at all three, before each optimizer step; the old log-probs are a pass more.
+    config = config_of(train={"num_iterations": 3, "token_budget": 9}, loss={"loss_type": "kl_cov"})
+    _, update = gradients(tiny_policy("llama"), samples, config)
+    assert (update.counts.trained, update.counts.forwarded, update.counts.scored) == (3 * 25, 3 * 25, 4 * 25)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
