@@ -1,7 +1,7 @@
 """Advantages relative to a group: how much better an outcome was than the others from the same prompt.
 
-torch is its only GPU backend: N is the number of samples of a step, thousands at most, and the time is that of a dozen
-launches. A Triton kernel would still need the sort behind ``unique``.
+torch is its only GPU backend: N is the number of samples of a step, thousands at most, and the time is that of a
+dozen launches. A Triton kernel would still need the sort behind ``unique``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""The policy loss of one micro-batch over flat tokens: clipped or soft surrogate, KL, entropy, rollout correction."""
+"""The policy loss of one micro-batch over flat tokens: clipped or soft surrogate, KL, entropy, rollout correction.
+
+torch is its only GPU backend: all of it is algebra on ``[M]``, a few megabytes at most beside the gigabytes of logits
+that ``linear_logprob`` folds, and a Triton kernel for each loss and option would not move the time of a step.
+"""
 
 from __future__ import annotations
 
