@@ -7,6 +7,7 @@ mistyped key is reported at once.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,6 +24,8 @@ from metagrpo.trainer.signals import exit_code
 def train(recipe: Path, overrides: list[str], *, resume: bool, overwrite: bool, dry_run: bool) -> int:
     """Run a recipe; returns the exit code."""
     config = load_config(recipe, overrides)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError("several ranks are not served: start one process, without torchrun")
     path = config.train.output_dir
     RunDirectory.check(path, resume=resume, overwrite=overwrite)
 

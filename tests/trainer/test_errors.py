@@ -239,6 +239,14 @@ def test_a_run_that_is_there_or_is_not(place: Place) -> None:
     assert ((place.output / "metrics.jsonl").read_bytes(), (place.output / "config.yaml").read_bytes()) == before
 
 
+def test_several_ranks_are_refused_not_trained_apart(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    place.write()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    result = CliRunner().invoke(app, ["train", str(place.recipe)])
+    assert result.exit_code == 2 and "several ranks" in one_line(result.stderr, "config")
+    assert not place.output.exists()
+
+
 @pytest.mark.slow
 def test_the_real_command_prints_one_line(place: Place) -> None:
     place.write(train__learning_rat=1)
