@@ -135,8 +135,6 @@ class Trainer:
             self.finished = step
             self.num_tokens += sum(len(sample.token_ids) for sample in rollout.samples)
             evaluation = self._evaluate(step) if self._is_due(self.config.eval.every) else {}
-            if self._is_due(self.config.checkpoint.every):
-                self._checkpoint()
             with self.timer.phase("log"):
                 if self.config.log.rollouts:
                     write_jsonl(self.run.rollout_file(step), map(rollout_row, rollout.samples))
@@ -152,6 +150,9 @@ class Trainer:
                 **self._perf(seconds, rollout.samples, update.counts),
             }
             self.log.write(step, metrics)
+            # Last, so that a kill never leaves a checkpoint whose step was not logged; its time is the next step's.
+            if self._is_due(self.config.checkpoint.every):
+                self._checkpoint()
         return metrics
 
     def problems(self, step: int) -> list[Problem]:

@@ -183,7 +183,7 @@ SECTIONS: dict[str, dict[str, MetricSpec]] = {
         "time/train": MetricSpec("s", "forward and backward", "below rollout", "see perf/train_tok_s"),
         "time/optimizer": MetricSpec("s", "gradient norm, clipping, update", "near 0", "large: full fine-tuning"),
         "time/sync": MetricSpec("s", "handing the weights to the sampler", "near 0", "slow transfer"),
-        "time/checkpoint": MetricSpec("s", "writing checkpoints", "0 in most steps", "slow disk"),
+        "time/checkpoint": MetricSpec("s", "writing the last step's checkpoint", "0 in most steps", "slow disk"),
         "time/eval": MetricSpec("s", "held-out evaluation", "0 in most steps", "evaluate less often"),
         "time/log": MetricSpec("s", "rollouts, metrics and trackers", "near 0", "slow disk or network"),
         "time/other": MetricSpec("s", "what no phase covers", "near 0", "unmeasured work"),

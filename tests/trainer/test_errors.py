@@ -349,6 +349,7 @@ def test_a_full_disk_is_one_line_and_the_last_checkpoint_stays_whole(place: Plac
     manifest = json.loads((output / "checkpoints" / "step_000001" / "manifest.json").read_text())
     for name, file in manifest["files"].items():
         assert (output / "checkpoints" / "step_000001" / name).stat().st_size == file["bytes"]
-    assert [row["step"] for row in read_jsonl(output / "metrics.jsonl")] == [1]
+    # Step 2 was done and logged before its checkpoint failed; a resume from step 1 drops its line and runs it again.
+    assert [row["step"] for row in read_jsonl(output / "metrics.jsonl")] == [1, 2]
     for path in output.rglob("*"):
         assert ".tmp" not in path.name

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from metagrpo.trainer import commands
-from metagrpo.trainer.checkpoint import checkpoint_at, latest_checkpoint
+from metagrpo.trainer.checkpoint import checkpoint_at, latest_checkpoint, save_checkpoint
 from metagrpo.trainer.errors import ConfigError
 from metagrpo.trainer.loop import Trainer
 from metagrpo.trainer.rewards import RewardPool
@@ -216,6 +216,21 @@ def test_a_signal_from_outside_ends_the_command(number: int, code: int, tiny_hom
     assert printed.splitlines()[-1] != "" and "Traceback" not in printed
     assert f"stopped by {signal.Signals(number).name} after step 1; go on with --resume" in printed
     assert [path.name for path in sorted((output / "checkpoints").iterdir())] == ["latest", "step_000001"]
+
+
+def test_a_checkpoint_never_holds_a_step_that_is_not_logged(
+    tiny_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, output = recipe_of("lora", tiny_home, tmp_path, "run", checkpoint__every=1)
+    logged = []
+
+    def spy(root: Path, step: int, *args: Any, **options: Any) -> Path:
+        logged.append((step, len((output / "metrics.jsonl").read_text().splitlines())))
+        return save_checkpoint(root, step, *args, **options)
+
+    monkeypatch.setattr("metagrpo.trainer.loop.save_checkpoint", spy)
+    assert train(recipe) == 0
+    assert logged == [(1, 1), (2, 2), (3, 3), (4, 4)]
 
 
 def test_a_run_stopped_in_its_first_step_starts_over(
