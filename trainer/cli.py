@@ -42,7 +42,7 @@ def train(
     debug: Debug = False,
 ) -> None:
     """Train a model by a recipe."""
-    with _errors(debug):
+    with report_errors(debug):
         from metagrpo.trainer import commands
 
         raise typer.Exit(commands.train(recipe, overrides or [], resume=resume, overwrite=overwrite, dry_run=dry_run))
@@ -57,7 +57,7 @@ def evaluate(
     debug: Debug = False,
 ) -> None:
     """Evaluate a run's checkpoint, or a recipe's untrained model, on the recipe's eval.data."""
-    with _errors(debug):
+    with report_errors(debug):
         from metagrpo.trainer import commands
 
         commands.evaluate(source, overrides or [], step=step, output=output)
@@ -72,7 +72,7 @@ def export(
     debug: Debug = False,
 ) -> None:
     """Write a checkpoint as a model or adapter that transformers and peft load."""
-    with _errors(debug):
+    with report_errors(debug):
         from metagrpo.trainer import commands
 
         commands.export(run, output, step=step, merge=merge)
@@ -86,7 +86,7 @@ def show(
     debug: Debug = False,
 ) -> None:
     """Show a run's metrics, or a step's rollouts."""
-    with _errors(debug):
+    with report_errors(debug):
         from metagrpo.trainer import show as view
 
         if step is None:
@@ -96,7 +96,7 @@ def show(
 
 
 @contextlib.contextmanager
-def _errors(debug: bool) -> Iterator[None]:
+def report_errors(debug: bool) -> Iterator[None]:
     """One line and an exit code for an error a person can act on; the rest is a bug and keeps its trace."""
     try:
         yield
